@@ -4,6 +4,7 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from limits import limit_s, measure
 
 _UNIT = Path(__file__).parent / "unit"
-pytest_plugins = ["hosts", "gangs", "flow_runs", "chromium", "golden"]
+pytest_plugins = ["hosts", "gangs", "flow_runs", "chromium"]
 
 # How long what a test stopped has to be gone; a thread that was told to end needs a moment.
 _SETTLE_S = 10.0
@@ -22,7 +23,20 @@ _TEST_S = 180.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--renew-golden", action="store_true", help="write the golden files anew, see tests/golden.py")
+    parser.addoption("--renew-golden", action="store_true", help="write the golden files of tests/unit anew")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Return a function that compares a text with the golden file of a name; git shows what `--renew-golden` changes."""
+
+    def compare(name: str, text: str) -> None:
+        path = _UNIT / "golden" / name
+        if request.config.getoption("--renew-golden"):
+            path.write_text(text, encoding="utf-8")
+        assert text == path.read_text(encoding="utf-8"), "if that is meant: pytest --renew-golden tests/unit"
+
+    return compare
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-timeout looks for its limit

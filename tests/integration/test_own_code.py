@@ -29,13 +29,15 @@ def test_workers_have_what_the_step_has_changed_and_write_where_it_prints(warm, 
 
 
 LAUNCHES = """
-import os, sys, threading
+import os, signal, sys, threading
 from metaflow import TorchrunSingleNodeMultiGPU
 
 here = TorchrunSingleNodeMultiGPU()
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 
 def launch(who):
-    print(who, "ended well:", here.run(["true"], nproc_per_node=1).exit_codes, flush=True)
+    print(who, "ended well:", here.run([sys.executable, "-c", sys.argv[1]], nproc_per_node=1).exit_codes, flush=True)
 
 thread = threading.Thread(target=launch, args=["a thread"])
 thread.start()
@@ -48,9 +50,16 @@ launch("its parent")
 """
 
 
-def test_a_thread_may_launch_and_so_may_a_fork(tmp_path):
+HEARS_SIGUSR1 = """
+import signal
+status = dict(line.split(":") for line in open("/proc/self/status") if line.startswith("Sig"))
+assert not (int(status["SigIgn"], 16) | int(status["SigBlk"], 16)) & 1 << signal.SIGUSR1 - 1
+"""
+
+
+def test_a_thread_may_launch_and_so_may_a_fork_and_what_ignores_and_blocks_a_signal(tmp_path):
     env = {**os.environ, "METAFLOW_USER": "tester", "PYTHONPATH": str(STAND_IN)}
-    command = [sys.executable, "-c", LAUNCHES]
+    command = [sys.executable, "-c", LAUNCHES, HEARS_SIGUSR1]
     done = subprocess.run(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, timeout=limit_s(60.0))
     wanted = [f"{who} ended well: {{0: 0}}" for who in ("a thread", "a fork", "its parent")]
     assert (done.returncode, done.stdout.splitlines()) == (0, wanted)

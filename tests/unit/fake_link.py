@@ -75,12 +75,6 @@ class FakeLink:
         self.is_closed = True
 
 
-def supervisor_of(link):
-    """Return the pid of the supervisor of a real link."""
-    link.wait(lambda: link._processes, 60.0)
-    return link._processes[0].pid
-
-
 def in_thread(do):
     """Call something in another thread, where it sets no handlers of signals; return what it returns."""
     found = []

@@ -13,7 +13,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import (
     Nproc,
     choose_nproc,
     requested_accelerators,
-    this_machine,
     usable_cpus,
     visible_accelerators,
 )
@@ -93,17 +92,6 @@ def test_requested_gpus_are_merged_as_metaflow_does(resources, own):
 def test_a_count_that_is_no_whole_number_is_refused(wrong):
     with pytest.raises(TorchrunConfigError, match=r"@kubernetes\(gpu="):
         requested_accelerators([("kubernetes", {"gpu": wrong})])
-
-
-# --- sharing a machine ---------------------------------------------------------------------------
-
-
-def test_two_nodes_never_share_an_accelerator_and_shares_are_even(monkeypatch):
-    shares = [Machine(1, EIGHT_GPUS, 3, node).own_accelerators for node in range(3)]
-    assert shares == [("0", "1"), ("2", "3"), ("4", "5")]
-    assert Machine(1, ("0",), 2).own_accelerators == ()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert this_machine(2, 1).own_accelerators == ("5",)
 
 
 # --- looking at the machine ----------------------------------------------------------------------

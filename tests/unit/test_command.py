@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit_helpers import HOSTILE
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Go
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
@@ -23,11 +22,6 @@ def command_of(go=GO, **changes):
     return command.agent_command(replace(CALL, **changes), go, "/my logs", "/my pipes")
 
 
-def options_of(**changes):
-    command = command_of(**changes)
-    return command[4 : command.index("--")]
-
-
 def program_of(**changes):
     """Return what torch's elastic agent makes of a worker's words (torch/distributed/elastic/utils/api.py, 2.13)."""
     command = command_of(**changes)
@@ -38,30 +32,9 @@ def program_of(**changes):
 # --- the command ---------------------------------------------------------------------------------
 
 
-def test_the_script_stands_behind_two_dashes_and_sees_what_was_given():
-    asked = {"entrypoint": "/my $HOME/${local_rank}.py", "args": tuple(HOSTILE)}
-    for options in ({}, {"no-python": None}):
-        assert program_of(**asked, options=options) == [asked["entrypoint"], *HOSTILE]
-
-
 @given(st.lists(st.text(alphabet=st.sampled_from("$${}local_rank -x'\"\\é")), max_size=5))
 def test_torchruns_template_gives_back_every_argument(args):
     assert program_of(args=tuple(args)) == ["/flow/train.py", *args]
-
-
-def test_torchrun_gets_the_gangs_facts():
-    assert command_of()[:3] == ["/usr/bin/python3", command.AGENT, "/my pipes"]
-    assert command.shown_command(command_of())[1:4] == ["-m", "torch.distributed.run", "--nproc-per-node=2"]
-    assert sorted(options_of()) == [
-        "--log-dir=/my logs",
-        "--max-restarts=0",
-        "--nnodes=3",
-        "--node-rank=1",
-        "--nproc-per-node=2",
-        "--rdzv-backend=static",
-        "--rdzv-endpoint=10.0.0.7:29512",
-        "--rdzv-id=launch0-0-gang",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,8 @@
 import contextlib
 import io
 import os
-import pty
 import subprocess
 import sys
-import time
-from types import SimpleNamespace
 
 import pytest
 from unit_helpers import OURS
@@ -54,33 +51,16 @@ def pipe():
             os.close(fd)
 
 
-def read_lines(fd, count, size=1_000_000):
-    """Return so many lines of a pipe; with a small `size` the reader is slow, and the pipe is always full."""
-    read = bytearray()
-    while count > 0:
-        read += (data := os.read(fd, size))
-        count -= data.count(b"\n")
-    return read.decode().replace("\r\n", "\n")
-
-
 # --- what a supervisor writes ---------------------------------------------------------------------
 
 
 def test_long_lines_of_several_nodes_do_not_mix(start, pipe):
     for mark in "abc":
         start(f"['{mark}' * 20_000 + '\\n'] * 300", pipe[1])
-    lines = sorted(read_lines(pipe[0], 900).split())
-    assert lines == [mark * 20_000 for mark in "abc" for _ in range(300)]
-
-
-@pytest.mark.parametrize("open_ends", [os.pipe, pty.openpty])
-def test_a_stream_that_does_not_block_loses_nothing(open_ends, start):
-    reading, writing = open_ends()
-    os.set_blocking(writing, False)  # as Node.js leaves it, for all that have it
-    start("(f'line {n}\\n' for n in range(10_000))", writing)
-    assert read_lines(reading, 10_000, 1000) == "".join(f"line {n}\n" for n in range(10_000))
-    for fd in (reading, writing):
-        os.close(fd)
+    read = bytearray()
+    while read.count(b"\n") < 900:
+        read += os.read(pipe[0], 1_000_000)
+    assert sorted(read.decode().split()) == [mark * 20_000 for mark in "abc" for _ in range(300)]
 
 
 def test_a_stream_without_a_reader_is_said_once_and_stops_nobody(start, pipe):
@@ -94,39 +74,11 @@ def test_a_stream_without_a_reader_is_said_once_and_stops_nobody(start, pipe):
 # --- what a task writes itself --------------------------------------------------------------------
 
 
-def test_a_stream_of_the_steps_own_gets_the_text_even_if_it_has_a_file(tmp_path, monkeypatch):
-    """As a notebook's, or one that writes to a file as well."""
-    got = []
-    with open(tmp_path / "below", "w") as below:
-        monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=below.fileno, write=got.append, flush=lambda: None))
-        console.write("stdout", "größe\ntwo\n")
-    assert "".join(got) == "größe\ntwo\n"
-
-
-def test_a_stream_that_takes_nothing_ends_nothing(monkeypatch):
-    closed = io.StringIO()
-    closed.close()
-    monkeypatch.setattr(sys, "stdout", closed)
-    console.write("stdout", "one\n")
-
-
 def test_a_stdout_that_is_not_unicode_still_shows_every_line(monkeypatch):
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", narrow)
     console.write("stdout", "[rank 0] größe \ufffd\n")
     assert narrow.buffer.getvalue() == b"[rank 0] gr\\xf6\\xdfe \\ufffd\n"
-
-
-def test_a_task_that_was_told_to_end_does_not_wait_for_a_reader_that_takes_nothing(monkeypatch, pipe):
-    monkeypatch.setattr(console, "_STUCK_S", 0.1)
-    monkeypatch.setattr(console, "_patience_s", console._patience_s)
-    with open(pipe[1], "w", closefd=False) as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
-        console.hurry()
-        began = time.monotonic()
-        for _ in range(3):
-            console.write("stdout", ("x" * 79 + "\n") * 2000)
-    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize(("debug", "shown"), [("", ""), ("0", ""), ("1", "[torchrun node 1] runs: torchrun\n")])

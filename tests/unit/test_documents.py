@@ -22,6 +22,7 @@ import pages
 import pytest
 from pages import NAMES, REPOSITORY, blocks_of, read
 
+from metaflow_extensions.torchrun.plugins.torchrun import errors
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import _CATEGORIES, Cause
 from metaflow_extensions.torchrun.plugins.torchrun.parsing import RETRY_CLASSES
@@ -241,3 +242,36 @@ def test_the_page_of_errors_names_every_part_and_class_of_a_cause():
     cause = Cause("exit", 0, "host").as_dict()
     assert [name for name in cause if f"`{name}`" not in page] == []
     assert [name for name in {*RETRY_CLASSES, *_CATEGORIES} if f"`{name}`" not in page] == []
+
+
+PACKAGE = Path(errors.__file__).parent
+
+
+def template(node: ast.expr) -> str:
+    """Return a text as it stands in the source, with … for what is filled in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(template, node.values))
+    if isinstance(node, ast.BinOp):
+        return template(node.left) + template(node.right)
+    return "…"
+
+
+def test_the_messages_of_errors_that_a_page_lists_are_ours():
+    """Messages are the code with which items of its lists begin."""
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py"))
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.Constant))
+    texts = "\n".join(map(template, nodes))
+    page = read("docs/troubleshooting.md").replace("\n  ", " ")
+    items = re.findall(r"^- ((?:`[^`]+`, )*`[^`]+`):", page, re.MULTILINE)
+    listed = [part for item in items for part in re.findall(r"`([^`]+)`", item)]
+    assert len(listed) > 9
+    assert [part for part in listed if part not in texts] == []
+
+
+def test_every_page_is_in_the_navigation_and_on_the_first_page():
+    uris = {name.removeprefix("docs/") for name in NAMES if name.startswith("docs/")}
+    assert uris - {*re.findall(r"^ +- .*: (\S+)$", read("mkdocs.yml"), re.MULTILINE)} == set(), "add to nav"
+    first = read("docs/index.md")
+    assert [uri for uri in uris - {"index.md"} if f"]({uri})" not in first] == []

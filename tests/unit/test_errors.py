@@ -72,12 +72,6 @@ def test_a_failure_travels_as_data_and_can_still_be_changed(failure):
     assert told.cause == error.cause
 
 
-def test_an_error_from_a_pickle_has_its_text_and_its_cause():
-    error = pickle.loads(pickle.dumps(failed(LaunchFailed, FAILURE)))
-    assert (error.message, error.cause) == (FAILURE.text, FAILURE.cause.as_dict())
-    assert failure_of(error) == FailureText(FAILURE.cause, instead=FAILURE.text)
-
-
 def test_a_stored_error_can_be_loaded_in_a_fresh_python():
     """Its module is then the first import of the program."""
     script = "import pickle, sys; print(pickle.load(sys.stdin.buffer).message)"

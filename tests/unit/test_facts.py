@@ -10,7 +10,6 @@ import pytest
 from gang_of import FACTS
 from unit_helpers import write
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchNotFoundError
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call, FunctionSpec
 from metaflow_extensions.torchrun.plugins.torchrun.task import facts
@@ -58,12 +57,6 @@ def test_versions_are_read_not_imported(version_file, version, site, tmp_path):
     assert found.keys() == {*FACTS, "accelerators"}, "all are compared"
 
 
-def test_a_node_without_torch_says_so_and_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(TorchNotFoundError, match=r"PyTorch is not installed for .*pip install torch"):
-        facts.with_facts(CALL)
-
-
 @pytest.mark.parametrize(
     ("files", "accelerators", "kind"),
     [
@@ -98,21 +91,6 @@ def test_accelerators_are_those_that_the_workers_see_but_a_call_hides_them_on_pu
     found = facts.with_facts(replace(call, machine=Machine(4, TWO))).facts
     assert found["devices"] != "none"
     assert found["accelerators"] == seen.format(found["devices"])
-
-
-@pytest.mark.parametrize(
-    ("call", "machine", "is_warned"),
-    [
-        (CALL, Machine(4, ("0",), 2, 0), True),
-        (CALL, Machine(4, nodes_here=2), False),
-        (CALL, Machine(4, TWO, 2), False),
-        (HIDING, Machine(4, ("0",), 2), False),
-    ],
-)
-def test_a_machine_with_fewer_accelerators_than_nodes_is_warned_of(call, machine, is_warned):
-    warning = facts.too_few_warning(replace(call, machine=machine))
-    assert (warning is not None) is is_warned
-    assert not is_warned or "1 accelerator can't be shared out among 2 nodes" in warning
 
 
 # --- /dev/shm -------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import (
     Found,
     look_first,
     read,
-    unescaped,
     without_stack,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.machine.stacks import source_line
@@ -85,15 +84,6 @@ def test_a_wait_in_c_is_seen_by_its_source_line():
     assert not read(inner, lambda path, number: "event.wait()").waits, "of this process alone"
 
 
-def test_a_stack_that_faulthandler_has_cut_says_so():
-    found = read(stack(*[("/my/t.py", 3, "rec")] * 100) + "\n  ...")
-    assert found.short.splitlines()[20:] == [
-        "(75 more such lines)",
-        *["t.py:3 in rec"] * 5,
-        "(no more frames are known: Python writes 100)",
-    ]
-
-
 def test_what_is_sent_is_bounded():
     found = read(stack(*[("/my/tü.py", line, "f") for line in range(1, 101)]))
     assert found.bounded(10_000) == found
@@ -107,18 +97,6 @@ def test_equal_stacks_have_equal_marks():
     assert first.mark == second.mark != other.mark
     assert read("Current thread (most recent call first):\n  <no Python frame>").where == "no Python frame"
     assert read(stack(("/my/t.py", "???", "f"))).where == "t.py:??? in f"
-
-
-@pytest.mark.parametrize(
-    ("written", "shown"),
-    [
-        (r"/gang\xfc/\u4e16\U0001f600.py", "/gangü/世😀.py"),
-        (r"/odd\ud800\Uffffffff.py", r"/odd\ud800\Uffffffff.py"),
-        (r"/plain/train.py", "/plain/train.py"),
-    ],
-)
-def test_characters_that_faulthandler_has_escaped_are_shown(written, shown):
-    assert unescaped(written) == shown
 
 
 WAITS, ALSO = (Found(f"t.py:{line} in f", "m", "", waits=True) for line in (1, 3))

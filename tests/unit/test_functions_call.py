@@ -25,7 +25,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Positio
 from metaflow_extensions.torchrun.plugins.torchrun.task.facts import contents_digest
 from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUNCTION_WORKER, FunctionCall
 from metaflow_extensions.torchrun.plugins.torchrun.task.make_call import make_call
-from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import TransferFailed
 
 CALL = Call(FUNCTION_WORKER, ("folder",), False, nproc=2, num_nodes=2, node_index=1, python="python3")
 CAUSE = {"kind": "exception", "node": 1, "rank": 2, "local_rank": 0, "host": "host-1"}
@@ -110,12 +109,6 @@ def test_arguments_that_a_plain_function_can_not_take_are_refused_before_any_wor
         make(function, arguments=arguments)
 
 
-def test_a_call_that_can_not_be_written_says_where_it_should_be(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    with pytest.raises(LaunchFailed, match=r"No such file or directory.*TMPDIR"):
-        make()
-
-
 @pytest.mark.parametrize(
     ("entrypoint", "given", "why"),
     [
@@ -155,32 +148,10 @@ def test_functions_are_told_apart_by_name_and_source_and_not_by_their_folders(ma
 # --- what goes to other nodes -------------------------------------------------------------------------
 
 
-def test_values_are_this_nodes_and_the_gathered_ones_in_order(make):
-    store = MemoryStore()
-    call = make(gather=True, store=store)
-    own = {rank: leave(call, f"returned-{rank}.pkl", rank) for rank in (1, 0)}
-    keys = {rank: store.save(pickle.dumps(rank)) for rank in ("3", "2")}
-    keys["4"] = keys["2"]  # what is the same has the same key
-    fields = call.result(replace(CALL, node_index=0), keys, print)
-    assert fields["gathered"]
-    values = fields["values"]
-    assert list(values) == [0, 1, 2, 3, 4]
-    assert {rank: values[rank] for rank in own} == own
-    assert [pickle.loads(value) for value in values.values()] == [0, 1, "2", "3", "2"]
-    assert store.loads == [[keys["3"], keys["2"]]], "one list, each key once"
-    assert make(gather=True).result(CALL, {}, print) == {"values": {}, "gathered": False}
-
-
 def test_a_task_that_has_come_in_the_place_of_another_loads_the_values_of_its_ranks(make):
     store = MemoryStore()
     keys = {str(rank): store.save(bytes([rank])) for rank in range(150)}
     assert dict(make(store=store).result(CALL, keys, print)["values"]) == {2: bytes([2]), 3: bytes([3])}
-
-
-def test_values_that_can_not_be_loaded_say_where_they_should_be(make):
-    words = "the value of rank 2 could not be loaded from the s3 datastore s3://bucket after 0 s: KeyError"
-    with pytest.raises(TransferFailed, match=words):
-        make(store=MemoryStore()).result(CALL, {"2": "no such key"}, print)
 
 
 # --- what an error becomes ------------------------------------------------------------------------------

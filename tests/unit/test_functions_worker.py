@@ -95,31 +95,3 @@ def test_a_program_that_is_a_module_of_a_package(folder):
     (package / "program.py").write_text(program)
     done = start(folder, ["-m", "pkg.program"], **NO_METAFLOW)
     assert done.returncode == 0, done.stderr
-
-
-# --- a notebook's cells -----------------------------------------------------------------------------
-
-IN_A_SHELL = """
-import io, linecache, pickle, sys, traceback
-from IPython.core.interactiveshell import InteractiveShell
-from metaflow_extensions.torchrun.plugins.torchrun.worker import function_worker
-
-shell = InteractiveShell.instance()
-shell.run_cell("def fail():\\n    return [][3]  # of a cell", store_history=True)
-file = io.BytesIO()
-function_worker.dump((shell.user_ns["fail"], function_worker.cells()), file)
-linecache.clearcache()
-fail, cells = pickle.loads(file.getvalue())
-function_worker.know_cells(cells)
-try:
-    fail()
-except IndexError:
-    print(traceback.format_exc())
-"""
-
-
-def test_a_traceback_shows_the_line_of_a_notebooks_cell(tmp_path):
-    pytest.importorskip("IPython")
-    env = {**os.environ, "IPYTHONDIR": str(tmp_path), "METAFLOW_USER": "tester"}
-    ran = subprocess.run([sys.executable, "-c", IN_A_SHELL], env=env, capture_output=True, text=True, check=True)
-    assert re.search(r'File "Cell In\[1\]", line 2, in fail\n +return \[\]\[3\]  # of a cell', ran.stdout), ran.stdout

@@ -1,19 +1,13 @@
 """Launches that hang: what the gang decides and concludes, what its page shows, and what a node tells."""
 
 import json
-import os
-import socket
-import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-from fake_node import ERROR, FakeNode
 from gang_of import running
 from gang_views import Story, place
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ask, Report
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
 from metaflow_extensions.torchrun.plugins.torchrun.gang.stacks import (
     HANG,
     NO_WORKERS,
@@ -25,7 +19,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found, without_stack
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts import Block
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.hang_observer import HangObserver
 
 # --- the decision -----------------------------------------------------------------------------------
 
@@ -146,45 +139,3 @@ def test_a_page_shows_each_stack_once_and_where_to_look_first():
     again = hanging(max_restarts=1)
     assert (again.view.outcome, section(again)) == ("starting", (sentence, blocks))
     assert Story().running().view.hangs is None
-
-
-# --- on a node --------------------------------------------------------------------------------------
-
-
-class Life:
-    """What a node knows of its workers: one that has written nothing."""
-
-    def __init__(self, monkeypatch, port):
-        self.now, self.last_sign_at = 1000.0, None
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        self.go, self.call = SimpleNamespace(port=port), SimpleNamespace(policy=LaunchPolicy(hang_timeout_s=30.0))
-        self.observer = HangObserver(self)
-
-    def running(self):
-        return {0: os.getpid()}
-
-
-def test_a_worker_that_joins_a_process_group_shows_a_sign_of_life(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as store:
-        life = Life(monkeypatch, store.getsockname()[1])
-        assert life.observer.poll() is None
-        life.now += 2.0
-        assert life.observer.poll() is None, "a store that only listens tells nothing of a worker"
-        with socket.create_connection(store.getsockname()):
-            assert life.observer.poll() is None, "it has just looked"
-            life.now += 2.0
-            assert life.observer.poll() == {"age_s": 0.0}
-            life.now += 100.0
-            assert life.observer.poll() is None, "only once: a connection that stays is no news"
-            life.last_sign_at = life.now
-            assert life.observer.poll() == {"age_s": 0.0}
-
-
-def test_a_node_that_is_asked_in_a_hang_shows_in_its_log_what_it_answers(tmp_path):
-    node = FakeNode(tmp_path, policy=LaunchPolicy(hang_timeout_s=1000.0))
-    node.running()
-    node.side.deliver(Ask(0, 0, HANG))
-    answer = node.report("stacks")
-    assert (answer["id"], sorted(answer["found"]["ranks"])) == (HANG, ["0", "1"])
-    assert [text for text in node.texts("note") if text.startswith("what the workers were doing:\n--- ranks 0, 1: ")]
-    node.verdict(ERROR)

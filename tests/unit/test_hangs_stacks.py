@@ -1,7 +1,6 @@
 """What hanging workers were doing is found out: real processes, asked by the signal."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,6 @@ from limits import limit_s
 from unit_helpers import eventually, is_running, worker_environment, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes, stacks
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.hang_observer import text_of
 
 HANG = "print('ready', flush=True); import time; time.sleep(1000)"
 
@@ -51,14 +49,10 @@ def collected(workers, within_s=60.0):
     return asyncio.run(stacks.ask(workers, within_s))
 
 
-def folder_in(path):
-    (path / "gang's folder ü").mkdir()
-    return path / "gang's folder ü"
-
-
 @pytest.fixture
 def folder(tmp_path):
-    return folder_in(tmp_path)
+    (folder := tmp_path / "gang's folder ü").mkdir()
+    return folder
 
 
 # --- where workers hang -----------------------------------------------------------------------
@@ -97,48 +91,22 @@ WORKERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def hanging(tmp_path_factory):
-    """Yield the folder and the pids of the workers of the table."""
-    root = tmp_path_factory.mktemp("hanging")
-    site = root / "lib" / "python3.11" / "site-packages"
+def test_hanging_workers_tell_where_and_live_on(folder, tmp_path):
+    site = tmp_path / "lib" / "python3.11" / "site-packages"
     write(site / "torch" / "__init__.py", "")
     library = "import time\ndef all_reduce():\n    time.sleep(1000)\ndef forward():\n    time.sleep(1000)\n"
     write(site / "torch" / "distributed.py", library)
     trainer = "import torch.distributed\ndef loop():\n    torch.distributed.all_reduce()\n"
     write(site / "trainer.py", f"{trainer}def forward():\n    torch.distributed.forward()\n")
     argvs = [
-        [sys.executable, str(write(root / f"{rank}" / "train.py", runs))] if isinstance(runs, str) else runs
+        [sys.executable, str(write(tmp_path / f"{rank}" / "train.py", runs))] if isinstance(runs, str) else runs
         for rank, (runs, _) in enumerate(WORKERS.values())
     ]
-    folder = folder_in(root)
     with workers(argvs, folder, {"PYTHONPATH": str(site)}) as pids:
-        yield folder, pids
-
-
-def test_hanging_workers_tell_where_and_live_on(hanging):
-    folder, pids = hanging
-    where = [each.where for each in collected(pids).values()]
+        where = [each.where for each in collected(pids).values()]
+        assert all(map(is_running, pids.values()))
     assert dict(zip(WORKERS, where, strict=True)) == {name: told for name, (_, told) in WORKERS.items()}
-    assert all(map(is_running, pids.values()))
     assert not list(folder.iterdir()), "no file is left, whatever becomes of the workers"
-
-
-def test_the_log_has_equal_stacks_once_and_frames_with_their_source_lines(hanging):
-    _, pids = hanging
-    names = ("is in torch", "is no Python", "has its own handler")
-    chosen = {rank: pids[rank] for name in names for rank in [list(WORKERS).index(name)]}
-    torch, *others = chosen
-    assert text_of(collected(chosen)).splitlines() == [
-        f"--- ranks {others[0]}, {others[1]}: {NO_HANDLER}",
-        "",
-        f"--- rank {torch}: trainer.py:3 in loop (in all_reduce)",
-        "  (1 frame of libraries, innermost distributed.py:3 in all_reduce)",
-        "  trainer.py:3 in loop: torch.distributed.all_reduce()",
-        "  train.py:3 in <module>: trainer.loop()",
-    ]
-    (its,) = collected({torch: pids[torch]}).values()
-    assert (its.waits, its.line) == (True, "torch.distributed.all_reduce()")
 
 
 # --- workers that can't answer ----------------------------------------------------------------
@@ -155,37 +123,3 @@ def test_a_worker_that_does_not_answer_is_said_so_in_time(folder):
     late = "no Python stack: it did not answer in time; it is in state"
     told = [found[rank].where for rank in range(3)]
     assert told == [f"{late} S (sleeping)", f"{late} T (stopped)", "<string>:1 in <module>"]
-
-
-# --- the hook in the worker -------------------------------------------------------------------
-
-SHOW = """
-import json, os, signal, sys
-status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-opened = os.open("/dev/null", os.O_RDONLY)
-print(json.dumps({
-    "opened": opened, "path": sys.path, "argv": sys.argv, "name": __name__, "main": vars(sys.modules["__main__"])["__file__"],
-    "modules": sorted(sys.modules), "custom": str(sys.modules.get("sitecustomize")), "mark": os.environ.get("MARK"),
-    "handlers": int(status["SigCgt"], 16),
-}))
-"""
-OUR_HANDLER = 1 << (stacks._SIGNAL - 1)
-
-
-def run(argv, env):
-    return subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True)
-
-
-@pytest.mark.parametrize("env", [{}, {"PYTHONPATH": ":{own}::"}, {"PYTHONPATH": ""}])
-def test_a_script_finds_everything_as_it_would_without_us(env, folder, tmp_path):
-    own = tmp_path / "own"
-    write(own / "sitecustomize.py", "import os; os.environ['MARK'] = 'own'\n")
-    env = {name: value.format(own=own) for name, value in env.items()}
-    argv = [str(write(tmp_path / "show.py", SHOW)), "--an", "argument"]
-    plain, with_us = run(argv, {**os.environ, **env}), run(argv, hooked(folder, env))
-    assert with_us.stderr == plain.stderr == ""
-    before, after = json.loads(plain.stdout), json.loads(with_us.stdout)
-    assert after.pop("handlers") == before.pop("handlers") | OUR_HANDLER
-    assert set(after.pop("modules")) - set(before.pop("modules")) <= {"faulthandler", "atexit"}
-    assert after == before
-    assert (after["mark"] == "own") is ("own" in env.get("PYTHONPATH", ""))

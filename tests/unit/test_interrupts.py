@@ -114,21 +114,3 @@ print([signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGIN
     kept = [print, signal.SIG_IGN, signal.SIG_IGN]
     ignored = (signal.SIGHUP, signal.SIGINT)
     assert start(code, ignored=ignored).communicate()[0].strip() == str(kept)
-
-
-def test_a_forked_child_ends_as_it_would_have():
-    code = """
-interrupts.heed_signals_to_run()
-ready, say = os.pipe()
-child = os.fork()
-if not child:  # what comes in the midst of a fork, Python forgets
-    os.write(say, b"!")
-    signal.pause()
-os.read(ready, 1)
-os.kill(child, signal.SIGNAL)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-    for name, status in (("SIGTERM", "-15"), ("SIGINT", "-2")):
-        out, err = start(code.replace("SIGNAL", name)).communicate()
-        assert out.strip() == status
-        assert "the run is interrupted" not in err

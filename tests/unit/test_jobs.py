@@ -145,6 +145,11 @@ EARLY = "failed before it had joined its gang (exit code {})"
             "unexpectedly: it waits: ErrImagePull: no",
             f"{STARTS}: it waits: ErrIm",
         ),
+        (
+            [pod(0, "c-1", KILLED, reason="DeadlineExceeded", message="active for too long")],
+            "too long (the limit is the step's @timeout",
+            "too long (the limit is the step's @timeout",
+        ),
         ([pod(0, "c-1", waits="PodInitializing")], VANISHED, f"{STARTS}: Kubernetes has nothing of it"),
         ([pod(0, "c-1", waits="CrashLoopBackOff", before=OOM)], "OOMKilled (exit code 137)", "unexpectedly: it waits"),
     ],
@@ -190,15 +195,6 @@ def test_what_keeps_a_pod_from_starting_is_said_once_it_stays_and_known_when_the
     assert waiting.look(pending) == ""
     registry.save_view(LEFT, 1.0)
     assert job.tell(failing(Pods(first=""))) == said, "that of node 2 has come"
-
-
-def test_the_end_of_a_pods_time_names_the_steps_timeout(job):
-    late = pod(0, "c-1", KILLED, reason="DeadlineExceeded", message="Pod was active for too long")
-    assert "too long (the limit is the step's @timeout" in job.tell(failing(Pods(late)))
-
-
-def test_errors_without_a_job_are_not_looked_at(job):
-    assert job.tell(ValueError("no step")) == ""
 
 
 # --- the job sets that a process makes ----------------------------------------------------------------

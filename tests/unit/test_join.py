@@ -13,7 +13,6 @@ from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     GangError,
-    GangStartTimeout,
     LaunchFailed,
     TorchrunPreempted,
 )
@@ -95,10 +94,7 @@ def become_control(registry, **attributes):
     return member, store
 
 
-def test_what_does_not_come_in_time_is_named_with_the_setting(registry):
-    error, _ = join(registry, all_nodes_started_timeout=0.1)
-    assert isinstance(error, GangStartTimeout)
-    assert re.search("Waited 0.1 s, but node 0 .*7/train/3, attempt 0.*all_nodes_started_timeout", str(error))
+def test_a_control_node_that_does_not_answer_is_named_with_the_setting(registry):
     registry.save(AddressRecord((HOST,), pick_port(), "secret"))
     error, _ = join(registry, all_nodes_started_timeout=0.1)
     assert type(error) is GangError
@@ -151,16 +147,6 @@ def test_an_order_to_end_is_heard_though_a_stores_client_takes_it_for_an_error(m
     monkeypatch.setattr(registry, method, interrupted)
     with pytest.raises(TorchrunPreempted, match="SIGTERM"):
         (become_control if method == "save" else find)(registry)
-
-
-def test_a_member_that_comes_after_the_control_nodes_end_can_not_launch(registry):
-    member, store = become_control(registry)
-    member.leave()
-    store.close()
-    member = find(registry)
-    with pytest.raises(GangError, match="after the gang had ended"):
-        member.begin_launch()
-    member.leave()
 
 
 def test_a_member_that_comes_after_an_error_raises_it(registry):

@@ -3,26 +3,24 @@
 import math
 import queue
 import threading
-from functools import partial
+from contextlib import closing
 
 import pytest
 from fake_link import FakeLink, member_of
 from fake_node import ERROR
-from unit_helpers import HANG_S, MemoryStore, eventually, settings_of_run
+from unit_helpers import HANG_S, MemoryStore, settings_of_run
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
-    GangError,
     LaunchFailed,
-    TorchrunError,
     TorchrunPreempted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Abort, Store, Stored, Verdict, to_wire
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Store, Stored, Verdict, to_wire
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call as RunCall
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Outcome
+from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FunctionCall
 from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall
 from metaflow_extensions.torchrun.plugins.torchrun.task.launch_outputs import LaunchOutputs
-from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import PATIENCE_S, Step, ToStore, TransferFailed
 
 
 class Call:
@@ -68,23 +66,6 @@ def test_what_is_no_number_comes_back_as_nan():
     assert (first, step, math.isnan(value)) == ((1, 3.0), 7, True)
 
 
-@pytest.mark.parametrize("generation", [0, 1])
-def test_each_generation_stores_its_own_outputs(generation, tmp_path, monkeypatch):
-    """A failure elsewhere may restart the gang when this node has stored all."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.pt").write_text("weights")
-    store = MemoryStore()
-    run = settings_of_run(outputs=["*.pt"], outputs_from="all")
-    call = Call(outputs=LaunchOutputs.of(run, 1, store))
-    for number, error in ((0, None), (generation, ERROR)):
-        before = len(store.data)
-        call.says("store", to_wire(Store(0, number, error, None if error is None else 60.0)))
-        while not isinstance(call.link.messages.get(timeout=HANG_S), Stored):
-            pass
-        assert (len(store.data) > before) is (number == 1 or error is None), "what is stored is not stored again"
-    call.ends_well()
-
-
 def test_what_interrupts_the_node_is_handed_on_and_comes_back_if_it_was_too_late():
     call = Call()
     call.link.says("must_end", "its machine is taken away")
@@ -93,113 +74,67 @@ def test_what_interrupts_the_node_is_handed_on_and_comes_back_if_it_was_too_late
     assert isinstance(error, TorchrunPreempted), "raised in the step's own code, which runs again"
 
 
-@pytest.mark.parametrize("is_broken", [True, False])
-def test_what_ends_it_without_a_verdict_is_raised(is_broken):
-    call = Call()
-    if is_broken:
-        call.member.deliver(Abort(GangError("Node 0 is gone.")))
-    told = call.ends(error=to_plain(GangError("the node itself")), events=[{"kind": "x"}], is_broken=is_broken)
-    assert (told is call.member.broken) is is_broken
-    assert str(told) == ("Node 0 is gone." if is_broken else "the node itself")
-
-
-def test_a_step_that_ends_before_it_ends_the_launch():
-    call = Call()
-    threading.Thread(target=call.member.leave, daemon=True).start()
-    call.expect("give_up")
-    error = call.ends()
-    assert (type(error), "another thread" in str(error)) == (TorchrunError, True)
-
-
 # --- what the workers have left ---------------------------------------------------------------------
 
 
-class Files:
-    """Stores something of ranks 2 and 3; its datastore waits for the test's words, and the word "fail" is an error."""
-
-    def __init__(self):
-        self.words, self.saving, self.keys = queue.Queue(), threading.Semaphore(0), {}
-
-    def to_store(self, call, error, within_s):
-        steps = [Step(f"rank {rank}'s value", partial(self.save, rank), PATIENCE_S) for rank in (2, 3)]
-        return ToStore(iter(steps), self.keys)
-
-    def save(self, rank):
-        self.saving.release()
-        if self.words.get(timeout=HANG_S) == "fail":
-            raise RuntimeError("SlowDown")
-        self.keys.update(key=f"key {rank}", files=rank, size=5)
-
-    def result(self, call, told, say):
-        raise TransferFailed("rank 2's value could not be loaded")
-
-    def known(self, told):
-        return told
-
-
 @pytest.fixture
-def files():
-    files = Files()
-    yield files
-    for _ in range(4):
-        files.words.put("fail")  # whoever was given up
+def store(tmp_path, monkeypatch):
+    """Return a datastore for the one file that the workers have left."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.pt").write_text("weights")
+    return MemoryStore()
 
 
-def storing(files, *about):
-    """Return a call that stores what the workers have left, and waits for its datastore."""
-    call = Call(outputs=files, where="the s3 datastore s3://bucket")
+def call_with(store):
+    run = settings_of_run(outputs=["*.pt"], outputs_from="all")
+    return Call(outputs=LaunchOutputs.of(run, 1, store), where=store.where)
+
+
+def stored_of(call, *about):
+    """Have the node store; return what it tells of its outputs, and *stored*."""
     call.says("store", to_wire(Store(0, *about)))
-    return call
-
-
-def stored_of(call):
-    """Return what was told of the service, and *stored*."""
     told = []
     while not isinstance(message := call.link.messages.get(timeout=HANG_S), Stored):
         told += [message.data] if message.kind == "outputs" else []
     return told, message
 
 
-def test_an_upload_is_given_up_when_all_start_again(files):
-    call = storing(files, 0)
-    assert files.saving.acquire(timeout=HANG_S)
-    call.says("store", None)
-    eventually(lambda: not call.member.uploads)
-    for _ in range(2):
-        files.words.put("go on")
-    eventually(lambda: "torchrun-values" not in {thread.name for thread in threading.enumerate()})
-    assert files.words.qsize() == 1, "the second value is not begun"
-    assert not any(isinstance(message, Stored) for message in call.link.messages.queue)
+@pytest.mark.parametrize("generation", [0, 1])
+def test_each_generation_stores_its_own_outputs(generation, store):
+    """A failure elsewhere may restart the gang when this node has stored all."""
+    call = call_with(store)
+    for number, error in ((0, None), (generation, ERROR)):
+        before = len(store.data)
+        stored_of(call, number, error, None if error is None else 60.0)
+        assert (len(store.data) > before) is (number == 1 or error is None), "what is stored is not stored again"
     call.ends_well()
 
 
-@pytest.mark.parametrize("word", ["go on", "fail"])
-def test_what_is_left_of_a_failed_launch_is_stored_and_its_loss_is_no_failure(word, files):
-    call = storing(files, 3, ERROR, 60.0)  # of a generation that was to come
-    for _ in range(2):
-        files.words.put(word)
-    told, stored = stored_of(call)
-    assert (stored.generation, stored.failures) == (3, ())
-    assert told == ([{"key": "key 3", "files": 3, "size": 5}] if word == "go on" else [])
-    of_control = {"0": ["key", 1, 1]}
-    found = call.ends_well(ERROR, {"outputs": {"nodes": of_control}}).outputs["nodes"]
-    assert found == (of_control | {"1": ["key 3", 3, 5]} if word == "go on" else of_control), "and its own"
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_left_of_a_failed_launch_is_stored_and_its_loss_is_no_failure(fails, store):
+    store.fails, call = fails, call_with(store)
+    told, stored = stored_of(call, 3, ERROR, 60.0)  # of a generation that was to come
+    assert (stored.generation, stored.failures, len(told)) == (3, (), not fails)
+    error = call.ends_well(ERROR, {"outputs": {"nodes": {"0": ["key", 1, 1]}}})
+    assert (error.message, error.outputs.nodes) == (ERROR.message, [] if fails else [1]), "its own"
 
 
-def test_what_can_not_be_stored_is_a_failure_of_a_launch_that_had_ended_well(files):
-    files.words.put("fail")
-    call = storing(files, 0)
-    cause = stored_of(call)[1].failures[0].cause
+def test_what_can_not_be_stored_is_a_failure_of_a_launch_that_had_ended_well(store):
+    store.fails, call = True, call_with(store)
+    cause = stored_of(call, 0)[1].failures[0].cause
     assert (cause.kind, cause.rank) == ("store", None)
     assert cause.what.startswith(
-        "has ended well, but rank 2's value could not be stored in the s3 datastore s3://bucket"
+        "has ended well, but its outputs (0 of 1 file so far, now 7 bytes of 'model.pt') could"
     )
+    assert f"not be stored in {store.where}" in cause.what
     call.ends_well(ERROR)
 
 
-def test_a_result_that_can_not_be_loaded_is_a_failure_of_a_launch_that_had_ended_well(files):
-    call = Call(outputs=files)
-    outcome = call.ends_well(left={"outputs": {"2": "key"}})
-    with pytest.raises(LaunchFailed, match="had ended well on all nodes") as caught:
-        call.call.result(outcome)
-    assert (caught.value.cause["category"], caught.value.outputs) == ("store", {"2": "key"})
+def test_a_result_that_can_not_be_loaded_is_a_failure_of_a_launch_that_had_ended_well(store):
+    with closing(FunctionCall(settings_of_run(entrypoint=print), store)) as function:
+        call = Call(function=function)
+        outcome = call.ends_well(left={"functions": {"1": "no such key"}})
+        with pytest.raises(LaunchFailed, match="value of rank 1 could not be loaded") as caught:
+            call.call.result(outcome)
+    assert "had ended well on all nodes" in caught.value.message
+    assert caught.value.cause["category"] == "store"

@@ -1,46 +1,37 @@
-"""A task and its supervisor, as two processes, and the link between them."""
+"""A task and its supervisor, as two processes, the link between them, and what the control node's task stores."""
 
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
+import time
 
-import psutil
 import pytest
-from fake_link import supervisor_of
-from unit_helpers import HANG_S, eventually, is_running
+from test_registry import FlowDatastore, registry_of
+from unit_helpers import HANG_S, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, LaunchFailed
+from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Leave
 from metaflow_extensions.torchrun.plugins.torchrun.machine.packets import PACKET_BYTES, Packets, packets
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
-from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
-
-HOST = "127.0.0.1"
-SETTINGS = parse_settings({**DEFAULTS, "grace_s": 1.0}, "train")
-
-
-def ignore(event):
-    """Write no lines."""
+from metaflow_extensions.torchrun.plugins.torchrun.task import gang_store
+from metaflow_extensions.torchrun.plugins.torchrun.task.cards import Cards
+from metaflow_extensions.torchrun.plugins.torchrun.task.gang_store import GangStore
+from metaflow_extensions.torchrun.plugins.torchrun.task.join import begin_gang
 
 
 @pytest.fixture
-def gang():
-    """Return functions that make a control node and other members, which have not joined; all leave."""
-    made, token = [], "a token"
+def control():
+    """Return a control node that nobody has joined."""
+    control = begin_gang(parse_settings(DEFAULTS, "train"), lambda event: None)
+    yield control
+    control.leave()
 
-    def control(num_nodes=2):
-        made.append(joining.begin_gang(SETTINGS, ignore, {}, {}, num_nodes, token))
-        return made[-1]
 
-    def member(node=1):
-        made.append(joining.begin_member(node, 2, SETTINGS, ignore))
-        return made[-1]
-
-    yield control, member, token
-    for each in made[::-1]:
-        each.leave()
+def supervisor_of(control):
+    """Return the pid of the supervisor, once it runs."""
+    control.link.wait(lambda: control.link._processes, HANG_S)
+    return control.link._processes[0].pid
 
 
 def test_frames_of_any_length_arrive_whole_and_in_any_mixture():
@@ -55,41 +46,7 @@ def test_frames_of_any_length_arrive_whole_and_in_any_mixture():
     assert sorted(found, key=lambda value: value[1]) == values
 
 
-def test_a_gang_joins_and_its_last_words_stay(gang):
-    control, member = gang[0](), gang[1]()
-    port = control.link.call("listen", None, HOST)
-    assert member.link.call("connect", [HOST], port, gang[2], 5.0) == HOST
-    assert eventually(lambda: control.link.call("states") == ["HERE", "HERE"])
-    member.leave()
-    control.leave()
-    words = control.link.last_words
-    assert words["states"] == ["GONE", "GONE"]
-    assert words["view"]["events"][0]["nodes"] == [0, 1]
-
-
-def test_a_supervisor_that_is_killed_is_missed_at_the_next_call_and_no_call_waits(gang):
-    control = gang[0]()
-    pid = supervisor_of(control.link)
-    os.kill(pid, signal.SIGKILL)
-    assert eventually(lambda: not is_running(pid))
-    with pytest.raises((GangError, LaunchFailed), match=rf"pid {pid}"):
-        control.link.call("states")
-    with pytest.raises(LaunchFailed, match=f"pid {pid}"):
-        control.begin_launch()
-
-
-def test_a_supervisor_is_no_child_of_its_task_and_ends_with_it(gang):
-    control = gang[0]()
-    pid = supervisor_of(control.link)
-    assert psutil.Process().children(recursive=True) == []
-    between = psutil.Process(pid).parent()
-    control.leave()
-    assert not is_running(pid)
-    assert not is_running(between.pid)
-
-
-def test_a_fork_of_the_task_says_and_hears_nothing(gang):
-    control = gang[0]()
+def test_a_fork_of_the_task_says_and_hears_nothing(control):
     pid = os.fork()
     if pid == 0:
         try:
@@ -103,48 +60,61 @@ def test_a_fork_of_the_task_says_and_hears_nothing(gang):
     assert control.link.call("states")[0] == "HERE"
 
 
-def test_another_thread_may_wait_while_the_steps_code_runs_and_leaves_when_that_ends(gang):
-    control = gang[0](1)
-    told = threading.Event()
-    thread = threading.Thread(target=lambda: control.link.wait(lambda: control.is_leaving, HANG_S) and told.set())
-    thread.start()
-    assert eventually(lambda: control.link.waiter == thread.ident)
-    control.leave()
-    assert told.wait(HANG_S)
-
-
-TASK = f"""
-import os, signal, sys
-sys.path[:0] = {sys.path!r}
-import metaflow
-from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
-from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
-settings = parse_settings({{**DEFAULTS, "grace_s": 1.0}}, "train")
-member = joining.begin_member(1, 2, settings, list)
-member.link.call("connect", ["127.0.0.1"], int(sys.argv[1]), sys.argv[2], 5.0)
-"""
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
-        ("os._exit(3)", "code 3"),
-        ("sys.exit('x')", "code 1"),
-    ],
-)
-def test_the_end_of_a_task_is_told_with_its_signal_or_code(how, said, gang):
-    control = gang[0]()
-    port = control.link.call("listen", None, HOST)
-    with pytest.raises(LaunchFailed, match=said):  # noqa: PT012 - the news may come at once
-        subprocess.run([sys.executable, "-c", TASK + how, str(port), gang[2]], stderr=subprocess.PIPE, check=False)
-        control.link.wait(bool, HANG_S)
-
-
-def test_a_link_that_is_read_by_nobody_holds_no_supervisor_up(gang):
+def test_a_link_that_is_read_by_nobody_holds_no_supervisor_up(control):
     """The step's own code may run for hours."""
-    control = gang[0]()
-    control.link.wait(lambda: control.link._processes, HANG_S)
+    supervisor_of(control)
     for number in range(3000):
         control.link.send("show", "note", 0, f"line {number} " + "x" * 1000, True)
     assert control.link.call("states")[0] == "HERE"
+
+
+# --- what the control node's task stores ------------------------------------------------------------
+
+
+class Hanging(FlowDatastore):
+    """A datastore that does not answer until `goes_on` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def ask(self):
+        self.goes_on.wait(HANG_S)
+        super().ask()
+
+
+@pytest.fixture
+def store(control):
+    """Return what stores what is known of the gang, with its `flow` and its `registry`."""
+    flow = Hanging()
+    store = GangStore(control, ["7/train/3"], Cards(None), registry := registry_of(flow))
+    store.flow, store.registry = flow, registry
+    yield store
+    flow.goes_on.set()
+
+
+def test_a_job_that_hangs_is_given_up_and_another_waits_for_its_end(control, store, monkeypatch):
+    monkeypatch.setattr(gang_store, "_PATIENCE_S", 0.2)
+    supervisor_of(control)  # it runs
+    begun = time.monotonic()
+    for _ in range(2):
+        store.store_now()
+    assert time.monotonic() - begun < 10
+    store.flow.goes_on.set()
+    assert eventually(lambda: store.registry.load_view() is not None)
+    control.send(Leave("done"))
+    store.store_now()
+    assert store.registry.load_view().nodes[0].state == "storing"
+
+
+def test_a_supervisor_that_is_gone_is_the_gangs_end(control, store):
+    store.flow.goes_on.set()
+    store.store_now()
+    assert store.registry.load_view().nodes[0].task == "7/train/3"
+    pid = supervisor_of(control)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(LaunchFailed):
+        control.link.wait(lambda: False, HANG_S)
+    store.close()
+    stored = store.registry.load_view()
+    assert (stored.outcome, f"pid {pid}" in stored.error, stored.nodes[0].state) == ("failed", True, "lost")

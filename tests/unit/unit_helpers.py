@@ -94,7 +94,7 @@ class MemoryStore:
     address = {"type": "s3", "root": "s3://bucket", "flow": "SomeFlow"}
 
     def __init__(self):
-        self.data, self.loads = {}, []
+        self.data = {}
 
     def save(self, data):
         if self.fails:
@@ -104,7 +104,6 @@ class MemoryStore:
         return key
 
     def load(self, keys):
-        self.loads.append(list(keys))
         for key in reversed(keys):
             yield key, self.data[key]
 

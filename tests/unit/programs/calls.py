@@ -150,15 +150,6 @@ def case_the_worker_looks_like_the_program():
 # --- arguments and values ---------------------------------------------------------------------------
 
 
-def case_classes_of_the_program_are_the_same_there_and_here():
-    things = {"point": Point(1, 2), "pair": Pair(Point(3), Tools(4)), "unit": Point.Unit.METRE}
-    back = value_of(give, {"value": things})
-    assert isinstance(back["point"], Point)
-    assert isinstance(back["pair"], Pair)
-    assert isinstance(back["pair"].right, Tools)
-    assert back["unit"] is Point.Unit.METRE
-
-
 def case_functions_and_classes_go_by_name():
     things = [add, decorated, cached, Point, Point.Unit, Tools.scaled, Tools.static, beside.double]
     for back in (value_of(give, [things]), value_of(lambda: things)):
