@@ -31,6 +31,7 @@ def run(seen):
 
 
 def test_a_failure_is_shown_with_its_cause_first_its_nodes_and_its_restart(ask, run):
+    assert "Failed (trained" in ask("show", f"{run}/hurt", "--follow", expect=1)
     lines = ask("show", f"{run}/hurt").splitlines()
     assert re.match(rf"SeenFlow, run {run}, step hurt, task \d+, as of ", lines[0])
     assert re.match(r"Failed \(trained \d+ s, with start \d+ s\), after 1 restart: Rank 1 on node 1 ", lines[2])
@@ -83,6 +84,7 @@ def test_logs_of_all_nodes_come_by_time_and_can_be_chosen(seen, ask, run):
     }
     of_rank = ask("logs", f"{run}/hurt", "--rank", "1").splitlines()
     assert [line[14:] for line in of_rank] == ["[rank 1] about to leave"] * 2
+    assert ask("logs", f"{run}/hurt", "--rank", "1", "--tail", "1").splitlines() == of_rank[-1:]
     of_node = ask("logs", f"{run}/hurt", "--node", "1", "--follow").splitlines()
     assert set(of_rank) < set(of_node)
     assert not any("[rank 0]" in line for line in of_node)

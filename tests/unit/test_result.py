@@ -42,6 +42,8 @@ def test_values_are_found_by_rank_and_local_rank_and_in_order():
     assert OF_FUNCTION.rank(2) == OF_FUNCTION.local_rank(0) == {"loss": 0.5}
     assert OF_FUNCTION.rank(3) is OF_FUNCTION.local_rank(1) is None
     assert list(OF_FUNCTION) == [{"loss": 0.5}, None]
+    behind_a_lost_node = replace(OF_FUNCTION, node_index=2, nodes=(0, 2))
+    assert behind_a_lost_node.local_rank(0) == {"loss": 0.5}
 
 
 def test_iteration_gives_all_ranks_if_they_were_gathered_else_this_nodes():

@@ -101,7 +101,7 @@ def test_a_report_that_can_not_be_read_costs_nothing_else_and_a_line_says_so_onc
 
 def test_a_spare_waits_while_the_others_start_again():
     story = Story(3, spare_nodes=1).running(policy={"max_restarts": 1}).failed(crash()).ended(codes=(-15, -9))
-    assert [node.state for node in story.view.nodes] == ["restarting", "restarting", "waiting"]
+    assert [node.state for node in story.view.nodes] == ["starting", "starting", "waiting"]
 
 
 def test_a_cause_is_dated_by_when_it_happened_and_told_once():

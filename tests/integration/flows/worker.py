@@ -31,7 +31,7 @@ def save_when_told() -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    signals = []
+    signals, loader = [], subprocess.Popen(["sleep", "100"])
     signal.signal(getattr(signal, os.environ.get("SAVE_ON", "SIGTERM")), lambda *_: signals.append(1))
     note(f"saves-{RANK}", {})
     while not signals:
@@ -40,7 +40,7 @@ def save_when_told() -> None:
     end = time.monotonic() + 1
     while time.monotonic() < end:
         time.sleep(0.05)
-    note(f"saved-{RANK}", {"signals": len(signals)})
+    note(f"saved-{RANK}", {"signals": len(signals), "loader": loader.poll()})
     sys.exit(0)
 
 
