@@ -136,34 +136,6 @@ def test_the_error_that_store_has_announced_is_raised_when_the_gang_breaks(node)
     assert node.outcome() is error
 
 
-def test_what_is_said_of_another_launch_changes_nothing(node):
-    node.launch()
-    for late in [each for each in NEWS if getattr(each, "launch", 0) == 1]:
-        node.side.deliver(late)
-    assert node.verdict(ERROR) is ERROR
-    assert (words_of(node), node.stored, node.said, node._agents.empty()) == ([], [], [], True)
-
-
-def test_a_restart_says_what_it_waits_for_and_then_which_nodes_take_part(node):
-    node.ends_first = node.running()
-    node.all_end_well(node.ends_first)
-    node.expect(Ended)
-    node.side.deliver(Restart(0, 1, "all workers start again in 1 s", CAUSE))
-    node.side.deliver(Restart(0, 2, "all workers start again when node 1 has started again", CAUSE))
-    agent = node.go(1, left=(1,), came=(2,))
-    node.all_end_well(agent)
-    node.expect(Ended)
-    result = node.verdict()
-    announced, waits, then = node.texts("restart")
-    assert announced == "all workers start again in 1 s"
-    assert waits == "all workers start again when node 1 has started again"
-    assert then == "node 2, a spare, takes the place of node 1"
-    assert [(each["generation"], each["left"], each["came"]) for each in result.restarts] == [
-        (1, [], []),
-        (2, [1], [2]),
-    ]
-
-
 @pytest.mark.parametrize(("group", "ranks"), [(Group(2), "2"), (Group(1, (0,)), "0"), (Group(1), None)])
 def test_a_node_has_the_ranks_of_its_place_in_the_group(group, ranks, tmp_path):
     """That is node 1, whose workers have another place after a loss; a spare has none."""

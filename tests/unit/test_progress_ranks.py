@@ -3,8 +3,6 @@
 import asyncio
 import json
 import math
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit_helpers import Patient
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Metrics, Pace, Progress
-from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Metrics, Pace
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.progress_observer import (
     MAX_POINTS,
     LineReader,
@@ -110,8 +108,6 @@ def test_of_a_flood_each_line_comes(file):
 
 
 # --- a node -------------------------------------------------------------------------------------
-
-ROOT = Path(__file__).parents[2]
 
 
 class Node:
@@ -234,17 +230,6 @@ def test_the_gang_hears_of_points_and_paces_at_once_and_then_every_5_s(node):
     assert (told.points, told.total) == ({}, 50.0)
     assert told.paces[0].steps_per_s < 0.25, "it has stood still for 5 s more"
     assert node.reported_at is not None
-
-
-def test_the_example_of_the_documents_ends_at_the_whole(node, monkeypatch):
-    (first, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "metrics.md").read_text(), re.DOTALL)
-    monkeypatch.setenv("TORCHRUN_METRICS", str(node.folder / "metrics" / "0.jsonl"))
-    exec(first, {})
-    kept = Progress(str)
-    node.now += 1
-    kept.take(0, 0, to_plain(node.end()), node.now)
-    kept.ended(0, ok=True)
-    assert [kept.record[name] for name in ("done", "total", "last")] == [1000, 1000, {"loss": 0.001}]
 
 
 def test_what_was_written_last_is_told_at_the_end(node):

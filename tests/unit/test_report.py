@@ -63,17 +63,6 @@ def raised(function):
 # --- who tells what -------------------------------------------------------------------------------
 
 
-def test_on_one_terminal_the_node_of_the_cause_tells_it_and_the_others_point_there():
-    told, pointer = report(verdict(), 1), report(verdict(), 0)
-    assert told.count("expected 2*3*4 values 🙂") == 1
-    assert "*second* line" in told
-    assert "Launch 0 was stopped on all nodes" in told
-    assert pointer == (
-        "@torchrun: launch failed. Rank 3 on node 1 (host b) failed with ValueError: expected 2*3*4 values 🙂. "
-        "Node 1 shows the whole error."
-    )
-
-
 LONG = Cause("exception", 1, "b", 3, 1, 1, TEXT, f"{TRACE}\n" * 1000)
 
 

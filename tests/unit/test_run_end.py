@@ -3,7 +3,6 @@
 import json
 from types import SimpleNamespace
 
-import metaflow.cli
 import pytest
 from gang_views import Story
 from metaflow.datastore import FlowDataStore
@@ -13,7 +12,6 @@ from metaflow.runtime import TaskFailed
 
 from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_gangs import last_lines
-from metaflow_extensions.torchrun.plugins.torchrun.task import report
 
 RUNNING = Story().running()
 LEFT = Story().running().at(8.0).crashed().left(how="failed")
@@ -52,31 +50,8 @@ def test_the_command_that_shows_the_gang_is_the_last_line(datastore):
     assert last_lines(datastore, "7", "train", True, False, MetaflowException("Step *train* failed")) == ""
 
 
-def test_a_control_node_that_was_killed_is_said_so(datastore):
-    begun(datastore, RUNNING, {"return_code": -9})
-    first, last = told(datastore)
-    assert first.startswith("[torchrun] The task of the control node (node 0) has ended, but has not recorded how.")
-    assert last == SHOW
-
-
 def test_whatever_the_datastore_raises_the_command_is_named(datastore, tmp_path):
     begun(datastore, RUNNING)
     (path,) = tmp_path.rglob("*torchrun_view.json")
     path.write_text(json.dumps({"version": 2, "events": [None]}))
     assert told(datastore) == [SHOW]
-
-
-@pytest.mark.parametrize(
-    ("tell", "follows"),
-    [(lambda error: "and this 🙂*\n", ["and this 🙂*"]), (lambda error: 1 / 0, [])],
-    ids=["told", "failing"],
-)
-def test_it_follows_what_metaflow_prints_and_never_hides_it(tell, follows, monkeypatch, capfd):
-    monkeypatch.setattr(report, "_afterwards", [])
-    for name in ("print_metaflow_exception", "print_unknown_exception"):
-        monkeypatch.setattr(metaflow.cli, name, getattr(metaflow.cli, name))
-    report.print_errors_ourselves(in_task=False)
-    report.tell_after_errors(tell)
-    metaflow.cli.print_metaflow_exception(TaskFailed(SimpleNamespace(step="train", task_id="3")))
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.strip()]
-    assert lines == ["    Step failure:", "    Step train (task-id 3) failed.", *follows]
