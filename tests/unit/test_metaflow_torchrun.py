@@ -9,10 +9,8 @@ import warnings
 
 import pytest
 from metaflow_torchrun import report
-from unit_helpers import worker_environment, write
+from unit_helpers import write
 
-from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import IMPORTABLE, command_environment, with_hooks
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.progress_observer import LineReader
 
 
@@ -116,19 +114,3 @@ def test_forks_and_threads_write_whole_lines(lines, tmp_path):
     with open(file, encoding="utf-8") as written:
         assert len([json.loads(line) for line in written]) == 4 * 2 * 300
     assert len(lines()) == 4 * 2 * 300
-
-
-@pytest.mark.parametrize("how", ["worker", "child of a worker", "worker in another folder"])
-def test_workers_and_what_they_start_can_import_it_without_an_installation(how, tmp_path):
-    """In a Python with neither our package nor Metaflow; the user's own entries of the path come first."""
-    import_it = "import metaflow_torchrun, sys; print(metaflow_torchrun.__file__); assert 'metaflow' not in sys.modules"
-    script = write(tmp_path / "train.py", import_it)
-    words = [sys.executable, "-S", str(script)]
-    env = with_hooks(command_environment(Machine(1), 1, {}, {"PATH": os.environ["PATH"]}), None)
-    if how == "child of a worker":
-        words = [sys.executable, "-S", "-c", f"import subprocess; subprocess.run({words!r}, check=True)"]
-    elif how == "worker":
-        env = worker_environment(env, tmp_path)
-        assert env["PYTHONPATH"].endswith(IMPORTABLE)
-    done = subprocess.run(words, env=env, cwd="/", capture_output=True, text=True)
-    assert done.stdout.strip() == os.path.join(IMPORTABLE, "metaflow_torchrun", "__init__.py"), done.stderr

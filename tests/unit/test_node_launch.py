@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, TorchrunPreempted
+from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.group import Group
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
@@ -74,16 +74,6 @@ def words_of(node):
         word = message.kind if isinstance(message, Report) else type(message).__name__
         found.append(f"{word}, given up" if getattr(message, "given_up", False) else word)
     return found
-
-
-def test_an_order_to_end_a_node_without_workers_ends_its_launch_at_once(tmp_path):
-    for begin in ("launch", "prepare"):
-        commands = (("sleep", "60"),) if begin == "prepare" else ()
-        node = FakeNode(tmp_path, before_run=commands)
-        getattr(node, begin)()
-        node.interrupt(MUST_END)
-        assert isinstance(node.outcome(), TorchrunPreempted)
-        assert words_of(node) == ["Failed, given up", "Ended"]
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,12 @@ import metaflow.cli
 import pytest
 from metaflow.exception import MetaflowException
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, TorchrunConfigError
+from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.failures import of_launch
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import Runner
 from metaflow_extensions.torchrun.plugins.torchrun.task import report as module
-from metaflow_extensions.torchrun.plugins.torchrun.task.report import end_with, print_errors_ourselves
 from metaflow_extensions.torchrun.plugins.torchrun.tracebacks import cut_frames_around, user_traceback
 
 TEXT = "ValueError: expected 2*3*4 values 🙂\n  *second* line"
@@ -31,16 +30,6 @@ def verdict(cause=RAISED):
 
 def report(error, node, shared=True, known=True, live=True):
     return module.report(error, node, shared, known, lambda cause: live)
-
-
-@pytest.fixture
-def printing(monkeypatch):
-    """Metaflow's printing, with what a test makes of it taken back at its end."""
-    for name in ("print_metaflow_exception", "print_unknown_exception"):
-        monkeypatch.setattr(metaflow.cli, name, getattr(metaflow.cli, name))
-    monkeypatch.setattr(module, "_end", None)
-    monkeypatch.setattr(module, "_in_task", False)
-    return metaflow.cli
 
 
 def code_in(filename, body, **names):
@@ -161,30 +150,3 @@ def test_an_error_in_our_own_code_keeps_its_frames():
     assert module.__file__ in user_traceback(error)
     cut_frames_around(error)
     assert module.__file__ in user_traceback(error)
-
-
-# --- Metaflow's printing --------------------------------------------------------------------------
-
-
-def test_on_the_submitting_machine_our_errors_are_shown_as_they_are(printing, capfd):
-    print_errors_ourselves(in_task=False)
-    printing.print_metaflow_exception(TorchrunConfigError("nproc_per_node='2*3*4'"))
-    assert capfd.readouterr().err == "    @torchrun: wrong setting:\n    nproc_per_node='2*3*4'\n"
-    printing.print_metaflow_exception(MetaflowException("Step *train* is wrong"))  # its own marks stay marks
-    assert "Step train is wrong" in capfd.readouterr().err
-
-
-def test_in_a_task_any_error_is_shown_as_it_is_and_its_report_where_there_is_one(printing, capfd):
-    print_errors_ourselves(in_task=False)
-    print_errors_ourselves(in_task=True)
-    error = raised(fail)
-    printing.print_unknown_exception(error)
-    assert "  | ValueError: a*b\n" in capfd.readouterr().err
-    end_with(error, "told")
-    printing.print_unknown_exception(error)
-    printing.print_metaflow_exception(verdict())
-    shown = capfd.readouterr().err
-    assert shown.startswith("told\n")
-    assert shown.count("expected 2*3*4") == 2  # of another error, whole
-    printing.print_metaflow_exception(MetaflowException("Step *train* is wrong"))
-    assert "  | " not in capfd.readouterr().err  # Metaflow's own

@@ -68,15 +68,6 @@ def test_a_node_whose_workers_end_meanwhile_is_not_waited_for():
     assert answer_of(ask(story, "c")) == ("c", GangStacks()), "no worker runs, and nobody is asked"
 
 
-@pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_a_node_that_is_lost_is_not_waited_for(when):
-    story = Story(2).running()
-    story = ask(story.lost(1)) if when == "before" else ask(story).lost(1)
-    say(story, 0)
-    _, found = answer_of(story)
-    assert (list(found.nodes), list(found.missing)) == ([0], [1])
-
-
 # --- the command -------------------------------------------------------------------------------------
 
 

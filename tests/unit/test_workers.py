@@ -200,13 +200,3 @@ def test_a_failure_names_file_and_line_of_the_users_code(trace, said, node):
     cause = node.cause()
     assert cause.what == said
     assert f"{said}." in FailureText(cause).without_detail(), "also where the traceback is not repeated"
-
-
-def test_without_an_exception_the_last_line_of_stderr_is_named(node):
-    node.leaves(stderr="usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --lr 0.1\n\n")
-    node.ended(0, 2, at=2)
-    cause = node.cause()
-    said = "exited with code 2; the last line of its stderr: train.py: error: unrecognized arguments: --lr 0.1"
-    assert cause.what == said
-    node.leaves(stderr="")
-    assert node.cause().what == "exited with code 2"
