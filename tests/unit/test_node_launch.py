@@ -5,6 +5,7 @@ import queue
 import signal
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from fake_node import DEADLINE_S, ERROR, NOBODY, FakeNode
@@ -27,6 +28,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Verdict,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import generation
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent import (
     AgentEnded,
     End,
@@ -179,3 +181,28 @@ def test_a_node_ends_after_any_order_of_news_with_nothing_left(many, tmp_path):
     assert "Ended" in told or is_decided, "the gang hears of it"
     assert node.stored.count(None) <= len(node.stored) / 2, "only what was begun is given up"
     node.loop.stop()
+
+
+# --- what a node observes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", ["make", "poll"])
+def test_an_observer_that_raises_is_left_out_and_a_line_says_so_once(fails, tmp_path, monkeypatch):
+    def maker(fails):
+        def do(name, found=None):
+            if name == fails:
+                raise OSError("gone")
+            return found
+
+        return lambda workers: do("make", SimpleNamespace(poll=lambda: do("poll", {"is": "well"})))
+
+    monkeypatch.setattr(generation, "_OBSERVERS", {"ill": maker(fails), "well": maker("")})
+    node = FakeNode(tmp_path)
+    node.launch()
+    node.go()
+    for _ in range(3):
+        assert node.report("well") == {"is": "well"}
+    assert [text for text in node.texts("note") if "ill" in text] == [
+        "this node reports nothing more of its ill: OSError: gone"
+    ]
+    node.verdict()
