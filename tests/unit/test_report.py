@@ -2,7 +2,6 @@
 
 import traceback
 
-import metaflow.cli
 import pytest
 from metaflow.exception import MetaflowException
 
@@ -109,23 +108,6 @@ def test_what_a_function_raised_is_shown_from_the_users_line_on_without_the_verd
 
 
 # --- tracebacks -----------------------------------------------------------------------------------
-
-
-def fail():
-    raise ValueError("a*b")
-
-
-def test_a_traceback_begins_at_the_users_first_line():
-    around = call(module.__file__, call("/users/flow.py", fail))
-    error = raised(call(metaflow.cli.__file__, around))
-    text = user_traceback(error)
-    assert text.splitlines()[1].strip().startswith('File "/users/flow.py"')
-    assert text.endswith("ValueError: a*b")
-    wrapped = raised(call(metaflow.cli.__file__, around))
-    cut_frames_around(wrapped)
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(wrapped.__traceback__)]
-    assert module.__file__ not in files
-    assert {"/users/flow.py", metaflow.cli.__file__, __file__} <= set(files)
 
 
 def test_a_failed_run_shows_its_caller_one_frame_of_ours():

@@ -9,7 +9,6 @@ from metaflow.exception import CommandException
 from metaflow.plugins.datastores.local_storage import LocalStorage
 
 from metaflow_extensions.torchrun.plugins.torchrun.show import commands, finding
-from metaflow_extensions.torchrun.plugins.torchrun.show.commands import cli
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_gangs import StoredGangs, place_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import _PIECE, StoredLogs
 
@@ -179,22 +178,3 @@ def test_who_has_printed_nothing_is_named_when_that_is_sure(stored, obj, root, c
     assert show_logs(obj, capsys, **options) == ([], [commands._NO_LINE_YET])
     write(root, "train/4/0.DONE.lock")
     assert show_logs(obj, capsys, **options) == ([], [f"{who} has printed nothing that is stored."])
-
-
-# --- the commands' help ---------------------------------------------------------------------------
-
-
-def help_of(*words, columns=80):
-    asked = CliRunner().invoke(cli, ["torchrun", *words, "--help"], terminal_width=columns)
-    assert asked.exit_code == 0, asked.output
-    return " ".join(asked.output.split())
-
-
-@pytest.mark.parametrize("columns", [80, 50])
-def test_the_help_cuts_no_sentence(columns):
-    text = help_of(columns=columns)
-    assert text.replace("(outputs=...)", "").count("...") == 1, text  # in the usage
-    for name in ("show", "logs", "stacks", "outputs"):
-        first = help_of(name).split("TASK]]] ")[1].split(". ")[0]
-        assert f"{name} {first}." in text
-        assert "RUN is the number of a run; default: the latest run that was started in this folder." in help_of(name)

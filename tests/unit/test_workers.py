@@ -130,14 +130,6 @@ def test_a_worker_that_obeyed_is_no_cause_whatever_it_raised_then(is_recorded, n
     assert node.cause() is None
 
 
-@pytest.mark.parametrize(("code", "shown"), [(TERMINATED, None), (1, 1)])
-def test_a_worker_that_was_failing_before_we_stopped_it_is_a_cause(code, shown, node):
-    node.raised(0, "RuntimeError: recorded", at=1.0)
-    node.stop(at=1.5)
-    node.ended(0, code, 2.0, stopped=True)
-    assert (node.cause().exit_code, node.cause().exception) == (shown, "RuntimeError: recorded")
-
-
 # --- which ends of one node's workers count as failures, and since when ------------------------------
 
 
