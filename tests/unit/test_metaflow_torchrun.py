@@ -34,14 +34,26 @@ class Scalar:
         return float(self.value)
 
 
+class Tensor(Scalar):
+    """One that is part of a graph warns when it becomes a float by itself (torch 2.13)."""
+
+    def item(self):
+        return self.value
+
+    def __float__(self):
+        raise AssertionError
+
+
 def test_a_node_reads_what_is_reported(lines):
     report(step=3, total=100, seconds=0.5, loss=Scalar(0.25), lr=None)
     report(4, 100, **{"val/loss 🙂": 2})
     report(Scalar(5), loss=math.nan)
-    first, second, third = lines()
+    report(Tensor(7), loss=Tensor(0.5))
+    first, second, third, fourth = lines()
     assert (first.step, first.total, first.seconds, first.values) == (3, 100, 0.5, {"loss": 0.25})
     assert (second.step, second.values) == (4, {"val/loss 🙂": 2.0})
     assert (third.step, third.values) == (5, {"loss": None})
+    assert (fourth.step, fourth.values) == (7, {"loss": 0.5})
 
 
 def test_an_int_of_any_size_ends_no_training(lines):
@@ -50,21 +62,6 @@ def test_an_int_of_any_size_ends_no_training(lines):
         report(step=1, loss=10**5000)  # Python writes no int with so many digits
     first, second = lines()
     assert (first.step, first.values, second.step, second.values) == (2**53, {"loss": 2.0**60}, 1, {})
-
-
-def test_of_a_tensor_the_item_is_taken(lines):
-    """A tensor that is part of a graph warns when it becomes a float by itself (torch 2.13)."""
-
-    class Tensor(Scalar):
-        def item(self):
-            return self.value
-
-        def __float__(self):
-            raise AssertionError
-
-    report(Tensor(7), loss=Tensor(0.5))
-    (line,) = lines()
-    assert (line.step, line.values) == (7, {"loss": 0.5})
 
 
 def test_outside_of_a_launch_nothing_happens(monkeypatch, tmp_path):

@@ -180,6 +180,9 @@ def seen(*steps):
     return rank
 
 
+STEPS = [(float(at), at) for at in range(41)]  # one a second
+
+
 @pytest.mark.parametrize(
     ("steps", "now", "speed"),
     [
@@ -189,26 +192,14 @@ def seen(*steps):
         ([(float(at), 2 * at) for at in range(101)], 100.0, 2.0),
         ([(0.0, 1000), (1.0, 2), (11.0, 12)], 11.0, 1.0),  # it has begun anew
         ([(0.0, 0), (10.0, 10), (10.0, 20)], 10.0, 2.0),  # two that were read at once
+        (STEPS, 99.0, 21 / 79),  # it is slower than it was
+        (STEPS, 101.0, None),  # it does nothing that could be fast or slow
+        ([*STEPS, (140.0, 41)], 150.0, None),  # it goes on, and how fast nobody knows yet
+        ([*STEPS, (140.0, 41), (240.0, 42)], 241.0, 0.01),  # it is slow now
     ],
 )
-def test_steps_a_second_are_of_the_last_part_of_a_minute(steps, now, speed):
+def test_steps_a_second_are_of_the_last_part_of_a_minute_and_none_of_a_rank_that_stands_still(steps, now, speed):
     assert seen(*steps).pace(now).steps_per_s == (speed if speed is None else pytest.approx(speed))
-
-
-STEPS = [(float(at), at) for at in range(41)]  # one a second
-
-
-@pytest.mark.parametrize(
-    ("steps", "now", "has_speed"),
-    [
-        (STEPS, 99.0, True),  # it is slower than it was
-        (STEPS, 101.0, False),  # it does nothing that could be fast or slow
-        ([*STEPS, (140.0, 41)], 150.0, False),  # it goes on, and how fast nobody knows yet
-        ([*STEPS, (140.0, 41), (240.0, 42)], 241.0, True),  # it is slow now
-    ],
-)
-def test_a_rank_that_stands_still_is_not_slow(steps, now, has_speed):
-    assert (seen(*steps).pace(now).steps_per_s is not None) is has_speed
 
 
 # --- what is told ---------------------------------------------------------------------------------
