@@ -84,7 +84,7 @@ def test_the_control_node_tells_what_no_other_can(kind, who):
 
 def test_a_node_that_hears_that_it_counts_as_lost_tells_it_itself():
     error = verdict(Cause("lost", 1, "b", exception="nothing arrived from it"))
-    assert "nothing arrived from it" in report(error, 1)
+    assert "nothing arrived from it.\n" in report(error, 1)
     killed = verdict(Cause("lost", 0, "host", exception="its task was killed by SIGKILL"))
     assert "Launch 0 was stopped" in report(killed, 1), "the control node's own task can't print any more"
 

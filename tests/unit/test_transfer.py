@@ -8,7 +8,6 @@ import pytest
 from limits import limit_s
 from unit_helpers import HANG_S
 
-from metaflow_extensions.torchrun.plugins.torchrun.task import transfer
 from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import Step, Transfer, TransferFailed
 
 DEADLINE_S = limit_s(HANG_S)
@@ -24,18 +23,6 @@ def going():
 
 def loading(going, patience_s):
     return Transfer("the s3 datastore", "loads", [Step("rank 1's value", lambda: going.get()(), patience_s)])
-
-
-def test_who_waits_says_now_and_then_for_what(going, monkeypatch):
-    monkeypatch.setattr(transfer, "REMIND_S", 0.2)
-    lines = []
-
-    def note(line):
-        lines.append(line)
-        going.put(dict)
-
-    loading(going, 100.0).wait(note)
-    assert lines[0].startswith("loads rank 1's value, for ")
 
 
 def test_who_waits_too_long_hears_for_what_and_why(going):
