@@ -82,17 +82,6 @@ def join():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def blocked(seconds=None):
-    time.sleep(seconds or limit_s(HANG_S))  # a step's own blocking call
-    pytest.fail("was not interrupted")
-
-
-def soon(do, *args):
-    timer = threading.Timer(0.1, do, args)
-    timer.start()
-    return timer
-
-
 # --- leaving -------------------------------------------------------------------------------------
 
 
@@ -217,9 +206,10 @@ def test_news_at_any_moment_is_never_lost(what, kind):
 @pytest.mark.parametrize("call", [Member.begin_launch, Member.finish])
 def test_an_order_to_end_that_the_step_swallows_is_raised_again(call, join):
     member, link = join()
-    timer = soon(link.comes, "must_end", "the machine goes away")
+    timer = threading.Timer(0.1, link.comes, ("must_end", "the machine goes away"))
+    timer.start()
     with pytest.raises(TorchrunPreempted, match="the machine goes away"):
-        blocked()
+        time.sleep(limit_s(HANG_S))  # a step's own blocking call
     timer.join()
     with pytest.raises(TorchrunPreempted, match="the machine goes away") as caught:
         call(member)

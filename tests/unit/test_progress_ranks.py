@@ -61,50 +61,27 @@ def test_no_bytes_do_harm(data):
 # --- the file -------------------------------------------------------------------------------------
 
 
-class Growing:
-    """A file that the test writes, and what is read of it."""
+def test_lines_come_once_and_whole_also_of_a_file_that_begins_anew_and_of_a_flood(tmp_path):
+    path = tmp_path / "größe it's.jsonl"
+    reader = LineReader(str(path))
 
-    def __init__(self, path):
-        self.path = path
-        self._reader = LineReader(str(path))
-
-    def append(self, *texts):
-        with open(self.path, "ab") as file:
+    def read(*texts):
+        """Append texts to the file; return the steps that are new."""
+        with path.open("ab") as file:
             file.write(b"".join(texts))
+        return [line.step for line in reader.new_lines()]
 
-    def read(self):
-        """Return the steps that are new."""
-        return [line.step for line in self._reader.new_lines()]
-
-
-@pytest.fixture
-def file(tmp_path):
-    return Growing(tmp_path / "größe it's.jsonl")
-
-
-def test_lines_come_once_and_whole(file):
-    assert file.read() == []
-    file.append(b'{"step": 1}\n{"st')
-    assert [file.read(), file.read()] == [[1], []]
-    file.append(b'ep": 2}\n\nbad\n{"loss": 3}\n')
-    assert file.read() == [2, None]
-
-
-def test_a_file_that_begins_anew_is_read_from_its_begin(file):
-    file.append(b'{"step": 1}\n{"step": 2}\nhalf')
-    assert file.read() == [1, 2]
-    file.path.write_bytes(b'{"step": 3}\n')  # truncated
-    assert file.read() == [3]
-    file.path.unlink()
-    assert file.read() == []
-
-
-def test_of_a_flood_each_line_comes(file):
-    file.append(*(b'{"step": %d}\n' % step for step in range(160_000)))
-    found = []
-    while more := file.read():
+    assert list(reader.new_lines()) == []
+    assert [read(b'{"step": 1}\n{"st'), read()] == [[1], []]
+    assert read(b'ep": 2}\n\nbad\n{"loss": 3}\n') == [2, None]
+    found = read(*(b'{"step": %d}\n' % step for step in range(160_000)), b"half")
+    while more := read():
         found += more
     assert found == [*range(160_000)]
+    path.write_bytes(b'{"step": 3}\n')  # truncated
+    assert read() == [3]
+    path.unlink()
+    assert list(reader.new_lines()) == []
 
 
 # --- a node -------------------------------------------------------------------------------------
