@@ -1,10 +1,11 @@
-"""Torch's store on the control node gives no answer: an agent that tries to reach it still obeys."""
+"""Torch's store on the control node gives no answer: what an agent makes of that, and that it obeys meanwhile."""
 
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -31,6 +32,15 @@ def silent_port():
             with suppress(BlockingIOError):
                 client.connect(store.getsockname())
         yield store.getsockname()[1]
+
+
+def test_a_refusal_is_an_answer():
+    """torch waits for a store that comes late."""
+    with socket.create_server((HOST, 0)) as closed:
+        address = "{}:{}".format(*closed.getsockname())
+    began = time.monotonic()
+    assert agent.await_store(["--node-rank=1", f"--rdzv-endpoint={address}", "--", "--node-rank=0"]) == ""
+    assert agent.STORE_S <= time.monotonic() - began < agent.SILENCE_S
 
 
 def is_trying(pid):
