@@ -54,7 +54,8 @@ def test_a_failure_is_shown_with_its_cause_first_its_nodes_and_its_restart(ask, 
 
 def test_a_foreach_of_gangs(seen):
     assert seen.note("end") == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
-    assert seen.lines[-1].text.endswith(f"torchrun show {seen.note('run')}/hurt"), "the step whose gang has failed"
+    last = [line.text for line in seen.lines if line.stream == "stderr"][-1]
+    assert last.endswith(f"torchrun show {seen.note('run')}/hurt"), "the step whose gang has failed"
 
 
 def test_the_gangs_of_a_foreach_are_shown_one_after_another_each_with_its_last_attempt(seen, ask, run):
