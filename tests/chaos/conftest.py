@@ -2,10 +2,57 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import pytest
-from chaos_table import Recorder
+from gangs import SILENCE_S, Outcome
+from limits import limit_s
+
+# Less than the gang takes if it overlooks the fault and waits for silence.
+NOTICED_S = SILENCE_S - 5.0
+
+
+class Recorder:
+    """Takes what each case has measured, and judges it."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[str, str, str]] = []
+        self._died_s: list[float] = []
+
+    def died(self, name: str, outcome: Outcome, grace_s: float = 0.0) -> None:
+        """Note a case in which a process died or failed; `grace_s` is what the workers took of their grace."""
+        self._died_s.append(outcome.seconds - grace_s)
+        self._note(name, outcome, outcome.seconds - grace_s)
+
+    def silent(self, name: str, outcome: Outcome, timeout_s: float) -> None:
+        """Note a case in which a node, or a part of it, fell silent; the gang waits for it so long."""
+        self._note(name, outcome, outcome.seconds, timeout_s)
+
+    def lasted(self, name: str, outcome: Outcome) -> None:
+        """Note a case that the gang had to survive."""
+        self._note(name, outcome)
+
+    def _note(self, name: str, outcome: Outcome, seconds: float | None = None, timeout_s: float = 0.0) -> None:
+        took = "goes on" if seconds is None else f"{seconds:.1f}"
+        self._rows.append((name, took, f"{timeout_s:g}" if timeout_s else ""))
+        assert not outcome.left, f"left behind: {outcome.left}"
+        assert outcome.lost_bytes == 0, f"{outcome.lost_bytes} bytes of the workers' output are in no log"
+        if seconds is not None:
+            assert outcome.same is not False, f"the nodes do not say the same: {outcome.errors}"
+            assert seconds < timeout_s + limit_s(NOTICED_S), f"took {seconds:.1f} s"
+
+    def lines(self) -> list[str]:
+        """Return all cases as a table in Markdown."""
+        if not self._rows:
+            return []
+        table = [("fault", "seconds", "timeout"), ("---", "---:", "---:"), *self._rows]
+        lines = ["| " + " | ".join(cells) + " |" for cells in table]
+        if self._died_s:
+            median_s, worst_s = statistics.median(self._died_s), max(self._died_s)
+            lines.append(f"\nAfter a death: median {median_s:.1f} s, worst {worst_s:.1f} s.")
+        return lines
+
 
 _RECORDER = pytest.StashKey[Recorder]()
 

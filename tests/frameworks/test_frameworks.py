@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,3 +104,17 @@ def test_without_a_gpu_each_rank_trains_by_itself_unless_it_is_told_otherwise_an
     assert "1 of 4 ranks train together" in text
     (line,) = [line for line in text.splitlines() if ALONE in line]
     assert "[torchrun node 0] warning: in launch 0 each of the 4 ranks" in line
+
+
+COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+
+
+def test_weights_and_biases_has_one_run(tmp_path):
+    """The script of docs/frameworks.md with the real package, offline: of two ranks, one run comes."""
+    (script,) = [block.text for block in blocks_of("docs/frameworks.md") if "import wandb" in block.text]
+    (tmp_path / "train.py").write_text(script)
+    env = {"OMP_NUM_THREADS": "1", "HOME": str(tmp_path), "METAFLOW_RUN_ID": "1234", "WANDB_MODE": "offline"}
+    ran = subprocess.run(COMMAND, cwd=tmp_path, env=os.environ | env, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr
+    (stored,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"loss" in stored.read_bytes()

@@ -1,4 +1,4 @@
-"""Commands of the pages that no other test runs."""
+"""Commands and code of the pages that no other test runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
@@ -205,3 +206,22 @@ def test_with_the_recipe_all_ranks_go_on_from_one_epoch_though_each_node_has_its
     )
     ends = sorted(re.findall(r"\[rank (\d)\] END 2 (.*)", run.text))
     assert ends == [("0", "['model.pt']"), ("1", "[]")]
+
+
+@pytest.mark.long
+def test_debugpy_answers_an_editor_in_a_worker(start_flow, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        unused_port = listener.getsockname()[1]
+    python = [block.text for block in pages.blocks_of("docs/hangs.md") if block.language == "python"]
+    (script,), (call,) = ([text for text in python if words in text] for words in ("debugpy.listen", 'DEBUG_RANK":'))
+    (tmp_path / "train.py").write_text(script.replace("5678", str(unused_port)))
+    write_flow(tmp_path, call, "@torchrun(nproc_per_node=1)", size=1)
+    flow = start_flow(flow="flow.py", folder=tmp_path)
+    flow.await_text(f"debugpy waits on port {unused_port}")
+    with socket.create_connection(("127.0.0.1", unused_port), 30) as editor:
+        assert editor.recv(15) == b"Content-Length:", "the debug adapter protocol"
+    script = str(tmp_path / "train.py")
+    (worker,) = [each for each in flow.processes() if (words := each.cmdline())[-1] == script and "-m" not in words]
+    worker.kill()
+    assert flow.wait() == 1
+    flow.await_gone()

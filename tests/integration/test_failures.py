@@ -156,6 +156,7 @@ def test_an_exception_in_the_steps_own_code(start_flow, node):
     assert f"Node {node} (host" in flow.text
     assert flow.text.count("got SIGTERM") == 0
     assert flow.text.count("ValueError: step code failed before run") >= 2
+    assert not re.search("plugins/torchrun|metaflow/cli", flow.text), "its traceback begins with the step's code"
 
 
 def all_sleep(start_flow, **options):

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from flow_runs import FLOWS
+from flow_runs import FLOWS, content_of
 
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import usable_cpus
 
@@ -67,6 +67,7 @@ def test_a_gang_runs_twice_with_hostile_arguments_and_paths(run_flow):
         assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "lo"
         assert env["OMP_NUM_THREADS"] == str(max(1, int(usable_cpus() // 4)))
         assert env["EXTRA"] == "a b"
+        assert "METAFLOW_TORCHRUN_STARTED_BY" not in env, "what the step's code starts is no task"
         assert env["TORCHELASTIC_RESTART_COUNT"] == "0"
     assert all(worker["argv"] == words for worker in second.values())
     assert "EXTRA" not in second["0"]["env"]
@@ -162,6 +163,8 @@ def test_single_node_multi_gpu_needs_no_gang(together):
     flow = well(together["single"])
     assert len(flow.notes("worker-*")) == 3
     assert flow.note("end") == {"world_size": 3, "exit_codes": {"0": 0, "1": 0, "2": 0}}
+    cards = flow.home.parent.rglob(f"runs/{flow.run_id}/steps/start/tasks/*/cards/*.html")
+    assert ["3 ranks on 1 node have ended well" in content_of(card.read_text()) for card in cards] == [True, True]
 
 
 @pytest.mark.xdist_group("together")

@@ -55,6 +55,8 @@ def test_a_failure_is_shown_with_its_cause_first_its_nodes_and_its_restart(ask, 
 
 def test_a_foreach_of_gangs(seen):
     assert seen.note("end") == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
+    last = [line.text for line in seen.lines if line.stream == "stderr"][-1]
+    assert last.endswith(f"torchrun show {seen.note('run')}/hurt"), "the step whose gang has failed"
 
 
 def test_the_gangs_of_a_foreach_are_shown_one_after_another_each_with_its_last_attempt(seen, ask, run):
@@ -88,6 +90,7 @@ def test_logs_of_all_nodes_come_by_time_and_can_be_chosen(seen, ask, run):
     of_node = ask("logs", f"{run}/hurt", "--node", "1", "--follow").splitlines()
     assert set(of_rank) < set(of_node)
     assert not any("[rank 0]" in line for line in of_node)
+    assert "The gang has no rank 4. It has ranks 0, 1." in ask("logs", f"{run}/hurt", "--rank", "4", expect=1)
 
     where = f"{run}/train/{seen.note('letter-a')}"
     found = [json.loads(line) for line in ask("logs", where, "--json").splitlines()]

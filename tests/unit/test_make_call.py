@@ -145,25 +145,6 @@ def test_a_module_or_executable_is_not_looked_for_as_a_file(module, options):
     assert call.options == ({"no-python": None} if is_program else {})
 
 
-@pytest.mark.parametrize(
-    ("file", "of_cwd", "found"),
-    [
-        ("pkg/train/__main__.py", None, True),
-        ("pkg/train.py", "pkg/train.py", False),  # Python looks there first
-        ("pkg/other.py", None, False),  # perhaps it is installed
-    ],
-)
-def test_a_module_is_found_where_a_script_is(tmp_path, monkeypatch, file, of_cwd, found):
-    flow, cwd = tmp_path / "flows", tmp_path / "cwd"
-    write(flow / file, "")
-    cwd.mkdir()
-    if of_cwd:
-        write(cwd / of_cwd, "")
-    monkeypatch.chdir(cwd)
-    call = build("pkg.train", module=True, place=replace(PLACE, flow_dir=str(flow)))
-    assert call.module_folder == (str(flow) if found else None)
-
-
 # --- a command -----------------------------------------------------------------------------------
 
 
@@ -202,19 +183,6 @@ def test_a_path_is_looked_for_as_a_script_is_and_must_be_executable(tmp_path, mo
     assert "chmod" in refusal(["./run me.sh"], place=place)
     program(cwd / "run me.sh")
     assert build(["./run me.sh"], place=place).entrypoint == str(cwd / "run me.sh")
-
-
-def test_what_runs_before_may_still_make_the_entrypoint(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for given, found in (
-        ("train.py", str(tmp_path / "train.py")),
-        (["./run.sh"], str(tmp_path / "run.sh")),
-        (["mytool"], "mytool"),
-    ):
-        run = resolve({"entrypoint": given}, SETTINGS, PLACE)
-        assert make_call(run, PLACE, may_come=True, nproc=2).entrypoint == found
-    with pytest.raises(EntrypointError):
-        make_call(resolve({"entrypoint": None}, SETTINGS, PLACE), PLACE, may_come=True, nproc=2)
 
 
 # --- the launch ----------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """A node in its gang: the news reaches its code wherever it is, and it leaves once."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -81,17 +80,6 @@ def join():
         member.leave()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def blocked(seconds=None):
-    time.sleep(seconds or limit_s(HANG_S))  # a step's own blocking call
-    pytest.fail("was not interrupted")
-
-
-def soon(do, *args):
-    timer = threading.Timer(0.1, do, args)
-    timer.start()
-    return timer
 
 
 # --- leaving -------------------------------------------------------------------------------------
@@ -218,9 +206,10 @@ def test_news_at_any_moment_is_never_lost(what, kind):
 @pytest.mark.parametrize("call", [Member.begin_launch, Member.finish])
 def test_an_order_to_end_that_the_step_swallows_is_raised_again(call, join):
     member, link = join()
-    timer = soon(link.comes, "must_end", "the machine goes away")
+    timer = threading.Timer(0.1, link.comes, ("must_end", "the machine goes away"))
+    timer.start()
     with pytest.raises(TorchrunPreempted, match="the machine goes away"):
-        blocked()
+        time.sleep(limit_s(HANG_S))  # a step's own blocking call
     timer.join()
     with pytest.raises(TorchrunPreempted, match="the machine goes away") as caught:
         call(member)
@@ -252,37 +241,7 @@ def test_the_news_of_a_gang_reaches_its_step_inside_of_a_gang_of_one_node(join):
     inner.end_launch(None, failing=True)
 
 
-def test_the_wait_of_an_inner_gang_hears_what_comes_for_the_outer_one(join):
-    _, outer = join()
-    inner, link = join(0, 1)
-    inner.begin_launch()
-    link.waiter = threading.main_thread().ident  # as the real one has it while it waits
-    outer.comes(*ABORT)
-    with pytest.raises(LaunchFailed, match="Rank 3 failed"):
-        link.wait(lambda: False, limit_s(HANG_S))
-    link.waiter = None
-    inner.end_launch(None, failing=True)
-
-
 # --- what is the task's, and not its children's ---------------------------------------------------
-
-
-def in_child(function):
-    """Call a function in a forked child and return what it returns, or the text of what it raises."""
-    mine, its = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            said = str(function())
-        except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(its, said.encode())
-        os._exit(0)
-    os.close(its)
-    with os.fdopen(mine) as answer:
-        said = answer.read()
-    os.waitpid(pid, 0)
-    return said
 
 
 @pytest.mark.parametrize("where", ["main", "thread"])
@@ -293,20 +252,3 @@ def test_pools_of_the_steps_end_at_once_and_tell_nobody(where):
     said = json.loads(done.stdout)
     assert said["sent"] == []
     assert said["longest_s"] < 10
-
-
-def test_a_forked_child_has_the_former_handlers_and_the_task_has_ours(join):
-    join()
-    child = in_child(lambda: [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGURG, signal.SIGINT)])
-    assert child == str([signal.SIG_DFL, signal.SIG_DFL, signal.default_int_handler])
-    with pytest.raises(TorchrunPreempted):
-        signal.raise_signal(signal.SIGTERM)
-
-
-def test_a_handler_that_the_step_has_set_is_its_own_in_a_child_and_after_the_end(join):
-    member, _ = join()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    assert in_child(lambda: signal.getsignal(signal.SIGTERM)) == str(signal.SIG_IGN)
-    member.leave()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)

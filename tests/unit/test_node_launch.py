@@ -5,6 +5,7 @@ import queue
 import signal
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from fake_node import DEADLINE_S, ERROR, NOBODY, FakeNode
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, TorchrunPreempted
+from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.group import Group
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
@@ -26,6 +27,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Verdict,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor import generation
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent import (
     AgentEnded,
     End,
@@ -75,16 +77,6 @@ def words_of(node):
     return found
 
 
-def test_an_order_to_end_a_node_without_workers_ends_its_launch_at_once(tmp_path):
-    for begin in ("launch", "prepare"):
-        commands = (("sleep", "60"),) if begin == "prepare" else ()
-        node = FakeNode(tmp_path, before_run=commands)
-        getattr(node, begin)()
-        node.interrupt(MUST_END)
-        assert isinstance(node.outcome(), TorchrunPreempted)
-        assert words_of(node) == ["Failed, given up", "Ended"]
-
-
 def test_an_order_to_end_lets_the_gang_decide_while_workers_run_and_a_second_one_ends_at_once(tmp_path):
     node = FakeNode(tmp_path, 1, policy=LaunchPolicy(max_restarts=1))
     agent = node.running()
@@ -127,14 +119,6 @@ def test_the_error_that_store_has_announced_is_raised_when_the_gang_breaks(node)
     node.side.deliver(Store(0, 0, error, 3.0))
     node.interrupt(Broken(ERROR))
     assert node.outcome() is error
-
-
-def test_what_is_said_of_another_launch_changes_nothing(node):
-    node.launch()
-    for late in [each for each in NEWS if getattr(each, "launch", 0) == 1]:
-        node.side.deliver(late)
-    assert node.verdict(ERROR) is ERROR
-    assert (words_of(node), node.stored, node.said, node._agents.empty()) == ([], [], [], True)
 
 
 def test_a_restart_says_why_and_which_nodes_take_part(node):
@@ -202,3 +186,28 @@ def test_a_node_ends_after_any_order_of_news_with_nothing_left(many, tmp_path):
     assert "Ended" in told or is_decided, "the gang hears of it"
     assert node.stored.count(None) <= len(node.stored) / 2, "only what was begun is given up"
     node.loop.stop()
+
+
+# --- what a node observes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", ["make", "poll"])
+def test_an_observer_that_raises_is_left_out_and_a_line_says_so_once(fails, tmp_path, monkeypatch):
+    def maker(fails):
+        def do(name, found=None):
+            if name == fails:
+                raise OSError("gone")
+            return found
+
+        return lambda workers: do("make", SimpleNamespace(poll=lambda: do("poll", {"is": "well"})))
+
+    monkeypatch.setattr(generation, "_OBSERVERS", {"ill": maker(fails), "well": maker("")})
+    node = FakeNode(tmp_path)
+    node.launch()
+    node.go()
+    for _ in range(3):
+        assert node.report("well") == {"is": "well"}
+    assert [text for text in node.texts("note") if "ill" in text] == [
+        "this node reports nothing more of its ill: OSError: gone"
+    ]
+    node.verdict()

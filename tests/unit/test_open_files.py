@@ -16,27 +16,13 @@ def limits(monkeypatch):
     return found
 
 
-def test_a_small_gang_leaves_the_limit_as_it_is(limits):
+def test_the_limit_is_raised_where_a_large_gang_needs_it_and_its_members_come_first(limits):
     assert 600 < room_for_connections(10, 2048) <= 2058
     assert limits == [1024, 4096]
-
-
-def test_the_limit_is_raised_where_a_large_gang_needs_it(limits):
     assert room_for_connections(900, 2048) == 2948
     assert 2948 < limits[0] < 4000
-    assert limits[1] == 4096
-
-
-def test_the_members_come_first_when_there_is_no_room_for_all_others(limits):
     assert 3500 <= room_for_connections(3500, 2048) < 4096
     assert limits == [4096, 4096]
-
-
-def test_a_hard_limit_that_is_too_low_is_told_at_once(limits):
-    with pytest.raises(GangError) as error:
+    said = "needs 4096 connections, one for each other node, but its supervisor process may open 4096 files only"
+    with pytest.raises(GangError, match=f"{said}.*ulimit -Hn"):
         room_for_connections(4096, 2048)
-    assert (
-        "needs 4096 connections, one for each other node, but its supervisor process may open 4096 files only"
-        in str(error.value)
-    )
-    assert "ulimit -Hn" in str(error.value)

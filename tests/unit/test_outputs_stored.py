@@ -5,15 +5,16 @@ import os
 import time
 
 import pytest
+from gang_views import Story
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
-from unit_helpers import write
+from unit_helpers import settings_of_run, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
-from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
+from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError, TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.task import launch_outputs as storing
-from metaflow_extensions.torchrun.plugins.torchrun.task.launch_outputs import FilesUpload
+from metaflow_extensions.torchrun.plugins.torchrun.task.launch_outputs import FilesUpload, LaunchOutputs
 
 KIB = 1024
 
@@ -197,3 +198,27 @@ def test_a_failed_launch_that_has_left_nothing_says_nothing_of_it(has_failed, ro
     entry_of(upload)
     said = upload.lines
     assert [len(said), *(["matches nothing" in said[0]] if said else [])] == ([0] if has_failed else [2, True])
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"outputs": ["../model"]}, r"run\(outputs\) has '../model'"),
+        ({"outputs": "a", "outputs_from": "rank0"}, r"run\(outputs_from\) is 'rank0'.*'control'.*'all'"),
+        ({"outputs": None, "outputs_from": "all"}, "outputs_from='all'.*outputs names none"),
+    ],
+)
+def test_what_can_not_be_asked_for_is_refused(given, why, store):
+    with pytest.raises(TorchrunConfigError, match=why):
+        LaunchOutputs.of(settings_of_run(**given), 0, store)
+    with pytest.raises(TorchrunConfigError, match="needs a datastore"):
+        LaunchOutputs.of(settings_of_run(outputs="a"), 0, None)
+
+
+def test_what_a_generation_before_has_stored_is_forgotten():
+    """A node is lost while it stores; all starts again with a spare."""
+    story = Story(3, spare_nodes=1).running(policy={"max_restarts": 1}).ended(codes=(0, 0), stores=True)
+    story.report("outputs", 0, key="k0", files=2, size=3_000_000, names=["a", "b"])
+    assert story.stored(0).view.outputs
+    story = story.lost(1).at(9)
+    assert (story.view.generation, story.view.outputs) == (1, {})

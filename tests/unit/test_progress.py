@@ -2,14 +2,16 @@
 
 import json
 import sys
+from itertools import pairwise
 
 import pytest
-from gang_views import Story, crash, place
+from gang_views import Story, place
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import (
     Metrics,
     Pace,
     Progress,
+    Series,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of
@@ -195,14 +197,6 @@ def test_where_all_ranks_say_their_own_seconds_these_count(paces, text):
 # --- the page -------------------------------------------------------------------------------------
 
 
-def told_by(story=None, slow=0.5):
-    """Return a gang of 2 x 2 that has told of its steps for 70 s; rank 3 is so fast."""
-    story = story or Story().running()
-    for _ in range(15):
-        story.progress({0: 2.0, 1: 2.0}, [(30, {})], 60.0).progress({2: 2.0, 3: slow}, node=1).at(story.now + 5)
-    return story
-
-
 def shown(story):
     """Return the sentences, the facts and the charts of the section."""
     page = page_of(story.view, place())
@@ -252,17 +246,39 @@ def test_no_value_and_no_name_of_one_makes_a_page_that_no_browser_can_read(value
     assert all(line.isprintable() or "\ud800" in name for line in lines_of(page_of(story.view, place())))
 
 
-def test_the_slowest_rank_and_the_time_left_are_told_while_it_runs():
-    story = told_by(Story().running(policy={"max_restarts": 1}))
-    facts = shown(story)[1]
-    assert facts["speed"] == "2 steps/s, 15 s left"
-    assert facts["all ranks"] == "median of 4 ranks: 2 steps/s; slowest: rank 3, 0.5 steps/s"
-    story.failed(crash()).ended(codes=(-15, -15))
-    assert story.view.outcome == "starting"
-    assert shown(story)[1]["speed"] == "", "the workers start again, with new speeds"
-
-
 def test_what_an_earlier_launch_has_reported_is_not_taken_for_the_running_ones():
-    said, facts, _ = shown(told_by().ended().ready(launch=1))
+    story = Story().running().progress({0: 2.0}, [(30, {})], 60.0).at(10.0)
+    said, facts, _ = shown(story.ended().ready(launch=1))
     assert said == ["Launch 1 has reported nothing so far. This is what launch 0 reported."]
     assert facts["rank 0"] == "step 30 of 60 (50 %)"
+
+
+# --- a series keeps a bounded number of points, however long it goes on ---------------------------
+
+
+def series(points, most=200):
+    found = Series(most)
+    for x, value in points:
+        found.add(x, value)
+    return found
+
+
+@pytest.mark.parametrize("every", [1, 1000])
+@pytest.mark.parametrize("count", [201, 12_345])
+def test_of_a_long_series_evenly_spread_points_are_kept_to_the_last(count, every):
+    kept = series((7 + every * number, float(number)) for number in range(count)).points
+    assert 50 < len(kept) <= 200
+    assert kept[-1] == (7 + every * (count - 1), count - 1)
+    gaps = [after[0] - before[0] for before, after in pairwise(kept[:-1])]
+    assert max(gaps) <= 2.1 * min(gaps)
+
+
+def test_what_is_done_again_takes_the_place_of_what_was_there_and_later():
+    whole = [(step, float(step)) for step in range(-50, 150)]
+    assert series(whole).points == whole
+    points = [(1, 1.0), (2, 2.0), (3, 3.0), (2, 9.0), (3, None)]
+    assert series(points).points == [(1, 1.0), (2, 9.0), (3, None)]
+    assert series([*points, (-5, 7.0)]).points == [(-5, 7.0)]
+    again = [*((step, 0.0) for step in range(5000)), *((step, 1.0) for step in range(2500, 6000))]
+    kept = series(again).points
+    assert [value for _, value in kept] == [float(step >= 2500) for step, _ in kept]

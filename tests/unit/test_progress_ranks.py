@@ -3,8 +3,6 @@
 import asyncio
 import json
 import math
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit_helpers import Patient
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Metrics, Pace, Progress
-from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Metrics, Pace
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.progress_observer import (
     MAX_POINTS,
     LineReader,
@@ -63,55 +61,30 @@ def test_no_bytes_do_harm(data):
 # --- the file -------------------------------------------------------------------------------------
 
 
-class Growing:
-    """A file that the test writes, and what is read of it."""
+def test_lines_come_once_and_whole_also_of_a_file_that_begins_anew_and_of_a_flood(tmp_path):
+    path = tmp_path / "größe it's.jsonl"
+    reader = LineReader(str(path))
 
-    def __init__(self, path):
-        self.path = path
-        self._reader = LineReader(str(path))
-
-    def append(self, *texts):
-        with open(self.path, "ab") as file:
+    def read(*texts):
+        """Append texts to the file; return the steps that are new."""
+        with path.open("ab") as file:
             file.write(b"".join(texts))
+        return [line.step for line in reader.new_lines()]
 
-    def read(self):
-        """Return the steps that are new."""
-        return [line.step for line in self._reader.new_lines()]
-
-
-@pytest.fixture
-def file(tmp_path):
-    return Growing(tmp_path / "größe it's.jsonl")
-
-
-def test_lines_come_once_and_whole(file):
-    assert file.read() == []
-    file.append(b'{"step": 1}\n{"st')
-    assert [file.read(), file.read()] == [[1], []]
-    file.append(b'ep": 2}\n\nbad\n{"loss": 3}\n')
-    assert file.read() == [2, None]
-
-
-def test_a_file_that_begins_anew_is_read_from_its_begin(file):
-    file.append(b'{"step": 1}\n{"step": 2}\nhalf')
-    assert file.read() == [1, 2]
-    file.path.write_bytes(b'{"step": 3}\n')  # truncated
-    assert file.read() == [3]
-    file.path.unlink()
-    assert file.read() == []
-
-
-def test_of_a_flood_each_line_comes(file):
-    file.append(*(b'{"step": %d}\n' % step for step in range(160_000)))
-    found = []
-    while more := file.read():
+    assert list(reader.new_lines()) == []
+    assert [read(b'{"step": 1}\n{"st'), read()] == [[1], []]
+    assert read(b'ep": 2}\n\nbad\n{"loss": 3}\n') == [2, None]
+    found = read(*(b'{"step": %d}\n' % step for step in range(160_000)), b"half")
+    while more := read():
         found += more
     assert found == [*range(160_000)]
+    path.write_bytes(b'{"step": 3}\n')  # truncated
+    assert read() == [3]
+    path.unlink()
+    assert list(reader.new_lines()) == []
 
 
 # --- a node -------------------------------------------------------------------------------------
-
-ROOT = Path(__file__).parents[2]
 
 
 class Node:
@@ -192,6 +165,9 @@ def seen(*steps):
     return rank
 
 
+STEPS = [(float(at), at) for at in range(41)]  # one a second
+
+
 @pytest.mark.parametrize(
     ("steps", "now", "speed"),
     [
@@ -201,26 +177,14 @@ def seen(*steps):
         ([(float(at), 2 * at) for at in range(101)], 100.0, 2.0),
         ([(0.0, 1000), (1.0, 2), (11.0, 12)], 11.0, 1.0),  # it has begun anew
         ([(0.0, 0), (10.0, 10), (10.0, 20)], 10.0, 2.0),  # two that were read at once
+        (STEPS, 99.0, 21 / 79),  # it is slower than it was
+        (STEPS, 101.0, None),  # it does nothing that could be fast or slow
+        ([*STEPS, (140.0, 41)], 150.0, None),  # it goes on, and how fast nobody knows yet
+        ([*STEPS, (140.0, 41), (240.0, 42)], 241.0, 0.01),  # it is slow now
     ],
 )
-def test_steps_a_second_are_of_the_last_part_of_a_minute(steps, now, speed):
+def test_steps_a_second_are_of_the_last_part_of_a_minute_and_none_of_a_rank_that_stands_still(steps, now, speed):
     assert seen(*steps).pace(now).steps_per_s == (speed if speed is None else pytest.approx(speed))
-
-
-STEPS = [(float(at), at) for at in range(41)]  # one a second
-
-
-@pytest.mark.parametrize(
-    ("steps", "now", "has_speed"),
-    [
-        (STEPS, 99.0, True),  # it is slower than it was
-        (STEPS, 101.0, False),  # it does nothing that could be fast or slow
-        ([*STEPS, (140.0, 41)], 150.0, False),  # it goes on, and how fast nobody knows yet
-        ([*STEPS, (140.0, 41), (240.0, 42)], 241.0, True),  # it is slow now
-    ],
-)
-def test_a_rank_that_stands_still_is_not_slow(steps, now, has_speed):
-    assert (seen(*steps).pace(now).steps_per_s is not None) is has_speed
 
 
 # --- what is told ---------------------------------------------------------------------------------
@@ -242,17 +206,6 @@ def test_the_gang_hears_of_points_and_paces_at_once_and_then_every_5_s(node):
     assert (told.points, told.total) == ({}, 50.0)
     assert told.paces[0].steps_per_s < 0.25, "it has stood still for 5 s more"
     assert node.reported_at is not None
-
-
-def test_the_example_of_the_documents_ends_at_the_whole(node, monkeypatch):
-    (first, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "metrics.md").read_text(), re.DOTALL)
-    monkeypatch.setenv("TORCHRUN_METRICS", str(node.folder / "metrics" / "0.jsonl"))
-    exec(first, {})
-    kept = Progress(str)
-    node.now += 1
-    kept.take(0, 0, to_plain(node.end()), node.now)
-    kept.ended(0, ok=True)
-    assert [kept.record[name] for name in ("done", "total", "last")] == [1000, 1000, {"loss": 0.001}]
 
 
 def test_what_was_written_last_is_told_at_the_end(node):

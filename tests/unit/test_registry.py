@@ -5,10 +5,6 @@ import json
 import pytest
 from gang_views import BEGAN, Story
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import (
-    GangError,
-    TorchrunPreempted,
-)
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Word
 from metaflow_extensions.torchrun.plugins.torchrun.registry import AddressRecord, Registry
 
@@ -53,51 +49,10 @@ def registry_of(flow, run="7", step="train", task="3", attempt=0):
     return Registry(flow, run, step, task, attempt)
 
 
-@pytest.mark.parametrize("other", [{"run": "8"}, {"step": "eval"}, {"task": "4"}, {"attempt": 1}])
-def test_other_gangs_and_attempts_are_never_seen(other, flow):
-    registry_of(flow, **other).save(RECORD)
-    assert registry_of(flow).load(AddressRecord) is None
-
-
 @pytest.mark.parametrize("so_far", ["", '{"addresses": ["10.0.', '{"addresses": ["h\u00f6'.encode()[:-1]])
 def test_a_record_that_is_half_written_is_none_yet(flow, so_far):
     flow.stored["7", "train", "3", 0, "torchrun_gang.json"] = so_far
     assert registry_of(flow).load(AddressRecord) is None
-
-
-class Failing(FlowDatastore):
-    """Fails some times before it works."""
-
-    def __init__(self, times, error):
-        super().__init__()
-        self.left, self.error = times, error
-
-    def ask(self):
-        super().ask()
-        if self.left > 0:
-            self.left -= 1
-            raise self.error
-
-
-def test_a_datastore_that_fails_for_a_while_is_asked_again():
-    flow = Failing(2, OSError("503 Slow Down"))
-    registry_of(flow).save(RECORD)
-    flow.left = 1
-    assert registry_of(flow).load(AddressRecord, 1000.0) == RECORD
-    assert flow.left == 0
-
-
-def test_a_datastore_that_is_gone_is_named_as_the_reason():
-    flow = Failing(10**9, PermissionError("AccessDenied"))
-    for request in (lambda: registry_of(flow).save(RECORD, 0.1), lambda: registry_of(flow).load(AddressRecord, 0.1)):
-        with pytest.raises(GangError, match=r"7/train/3, attempt 0: PermissionError: AccessDenied.*may read and write"):
-            request()
-
-
-def test_what_a_signals_handler_raises_is_no_failure_of_the_datastore():
-    flow = Failing(1, TorchrunPreempted("its task got SIGTERM"))
-    with pytest.raises(TorchrunPreempted):
-        registry_of(flow).load(AddressRecord, 1000.0)
 
 
 # --- what others tell of a control node that is gone ----------------------------------------------

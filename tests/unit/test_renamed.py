@@ -1,26 +1,22 @@
 """A private name of Metaflow's is gone: who uses ``@torchrun`` gets one error with its name, and nobody else notices."""
 
 import ast
-import importlib.util
 import os
 import re
-import runpy
 import subprocess
 import sys
 from inspect import unwrap
 from pathlib import Path
 from pkgutil import resolve_name
-from types import CodeType, SimpleNamespace
+from types import CodeType
 
 import metaflow
 import pytest
 from flow_runs import RENAMED_TOGETHER, RENAMING
 from metaflow import flowspec
-from metaflow.metaflow_environment import MetaflowEnvironment
 
 from metaflow_extensions.torchrun.plugins import torchrun as extension
 from metaflow_extensions.torchrun.plugins.torchrun.compat import renamed
-from metaflow_extensions.torchrun.plugins.torchrun.compat.steps import with_this_interpreter
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.show.commands import cli
@@ -114,27 +110,6 @@ def test_metaflow_can_be_imported_whatever_it_renames():
     done = subprocess.run([sys.executable, "-c", IMPORT], env=env, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert "@torchrun needs metaflow." in done.stdout
-
-
-REGISTERING = Path(extension.__file__).parents[2]
-
-
-def test_without_metaflows_copies_of_packages_there_are_no_commands(monkeypatch):
-    def find_spec(name):
-        raise ModuleNotFoundError(name)
-
-    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    assert runpy.run_path(str(REGISTERING / "plugins" / "mfextinit_torchrun.py"))["CLIS_DESC"] == []
-
-
-# --- what stands in for Metaflow's own ------------------------------------------------------------
-
-
-def test_a_local_task_has_this_interpreter_unless_its_environment_has_one():
-    real, own = MetaflowEnvironment(None), SimpleNamespace(executable=lambda step, default=None: "its own")
-    assert with_this_interpreter(SimpleNamespace(base_env=real)).executable("train") == sys.executable
-    assert with_this_interpreter(own).executable("train") == "its own"
-    assert real.executable("train") == "python"
 
 
 # --- the list is whole ----------------------------------------------------------------------------

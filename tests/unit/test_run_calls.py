@@ -9,7 +9,6 @@ import pytest
 from metaflow import lint
 from unit_helpers import write
 
-from metaflow_extensions.torchrun.plugins.torchrun.compat.graph import sources_of_steps
 from metaflow_extensions.torchrun.plugins.torchrun.task import run_calls
 
 FLOW = """
@@ -138,18 +137,6 @@ def test_current_torch_in_a_step_without_torchrun_is_refused(body, told):
 )
 def test_a_step_that_can_do_without_current_torch_is_passed_over(body, told):
     assert "current.torch" not in (told(body, decorator="") or [""])[0]
-
-
-def test_decorators_that_may_offer_current_torch_themselves_are_known():
-    def others(module, wrappers=(), is_parallel=False):
-        node = SimpleNamespace(decorators=[type("Deco", (), {"__module__": module, "name": "deco"})()], name="train")
-        node.wrappers, node.parallel_step, node.source_file, node.func_lineno = wrappers, is_parallel, "flow.py", 1
-        return list(sources_of_steps([node], with_torchrun=False))
-
-    assert others("metaflow.plugins.resources_decorator") == [("train", "flow.py", 1)]
-    assert others("metaflow_extensions.ours.plugins.git") == []
-    assert others("metaflow.plugins.resources_decorator", ["a user's"]) == []
-    assert others("metaflow.plugins.parallel_decorator", is_parallel=True) == [], "a mutator may make a gang of it"
 
 
 # --- scripts that are not there -----------------------------------------------------------------------

@@ -3,8 +3,6 @@
 import json
 from types import SimpleNamespace
 
-import metaflow.cli
-import pytest
 from gang_views import Story
 from metaflow.datastore import FlowDataStore
 from metaflow.exception import MetaflowException
@@ -13,72 +11,25 @@ from metaflow.runtime import TaskFailed
 
 from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_gangs import last_lines
-from metaflow_extensions.torchrun.plugins.torchrun.task import report
-
-RUNNING = Story().running()
-LEFT = Story().running().at(8.0).crashed().left(how="failed")
-
-
-@pytest.fixture
-def datastore(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["/a folder/my flow.py", "run"])
-    return FlowDataStore("GangFlow", storage_impl=LocalStorage, ds_root=str(tmp_path))
-
-
-def begun(datastore, story=None, runtime=None, task="3"):
-    """Leave what the control task of attempt 0 leaves, and what Metaflow does that has seen its end."""
-    store = datastore.get_task_datastore("7", "train", task, attempt=0, mode="w")
-    store.init_task()
-    if story is not None:
-        Registry(datastore, "7", "train", task, 0).save_view(story.view, 1.0)
-    if runtime is not None:
-        store.save_metadata({"runtime": runtime})
-
-
-def told(datastore, step="train", task="3", is_only_gang=True, is_remote=False):
-    error = TaskFailed(SimpleNamespace(step=step, task_id=task))
-    return last_lines(datastore, "7", "train", is_only_gang, is_remote, error).splitlines()
-
 
 SHOW = "[torchrun] To see what happened on all nodes: python '/a folder/my flow.py' torchrun show 7"
 
 
-def test_the_command_that_shows_the_gang_is_the_last_line(datastore):
-    begun(datastore, LEFT)
-    assert told(datastore) == [SHOW]
-    assert told(datastore, is_only_gang=False) == [f"{SHOW}/train"]
-    assert told(datastore, step="join") == []
-    assert told(datastore, step="train2") == []
-    assert last_lines(datastore, "7", "train", True, False, MetaflowException("Step *train* failed")) == ""
-    assert last_lines(datastore, "7", "start", True, False, KeyboardInterrupt()) == ""
-    assert last_lines(datastore, "7", "train", True, False, KeyboardInterrupt()).splitlines() == [SHOW]
+def test_the_command_that_shows_the_gang_is_the_last_line_whatever_the_datastore_raises(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/a folder/my flow.py", "run"])
+    datastore = FlowDataStore("GangFlow", storage_impl=LocalStorage, ds_root=str(tmp_path))
+    datastore.get_task_datastore("7", "train", "3", attempt=0, mode="w").init_task()
+    left = Story().running().at(8.0).crashed().left(how="failed")
+    Registry(datastore, "7", "train", "3", 0).save_view(left.view, 1.0)
 
+    def told(step="train", is_only_gang=True, error=None):
+        error = error or TaskFailed(SimpleNamespace(step=step, task_id="3"))
+        return last_lines(datastore, "7", "train", is_only_gang, False, error).splitlines()
 
-def test_a_control_node_that_was_killed_is_said_so(datastore):
-    begun(datastore, RUNNING, {"return_code": -9})
-    first, last = told(datastore)
-    assert first.startswith("[torchrun] The task of the control node (node 0) has ended, but has not recorded how.")
-    assert last == SHOW
-
-
-def test_whatever_the_datastore_raises_the_command_is_named(datastore, tmp_path):
-    begun(datastore, RUNNING)
+    assert told() == [SHOW]
+    assert told(is_only_gang=False) == [f"{SHOW}/train"]
+    assert told(error=KeyboardInterrupt()) == [SHOW]
+    assert told(step="join") == told(step="train2") == told(error=MetaflowException("Step *train* failed")) == []
     (path,) = tmp_path.rglob("*torchrun_view.json")
     path.write_text(json.dumps({"version": 2, "events": [None]}))
-    assert told(datastore) == [SHOW]
-
-
-@pytest.mark.parametrize(
-    ("tell", "follows"),
-    [(lambda error: "and this 🙂*\n", ["and this 🙂*"]), (lambda error: 1 / 0, [])],
-    ids=["told", "failing"],
-)
-def test_it_follows_what_metaflow_prints_and_never_hides_it(tell, follows, monkeypatch, capfd):
-    monkeypatch.setattr(report, "_afterwards", [])
-    for name in ("print_metaflow_exception", "print_unknown_exception"):
-        monkeypatch.setattr(metaflow.cli, name, getattr(metaflow.cli, name))
-    report.print_errors_ourselves(in_task=False)
-    report.tell_after_errors(tell)
-    metaflow.cli.print_metaflow_exception(TaskFailed(SimpleNamespace(step="train", task_id="3")))
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.strip()]
-    assert lines == ["    Step failure:", "    Step train (task-id 3) failed.", *follows]
+    assert told() == [SHOW]

@@ -7,7 +7,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from limits import limit_s
 from loops import InLoop, Loop
 from unit_helpers import eventually
 
@@ -18,7 +17,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.supervisor.signs import Signs
 from metaflow_extensions.torchrun.plugins.torchrun.task.signs import (
     POD_SCRIPT,
     heed_sigterm_in_pod,
-    name_as_starter,
     signs,
 )
 
@@ -46,80 +44,23 @@ def pod():
         shell.communicate()
 
 
-@pytest.fixture
-def task():
-    """Return functions that start a process that stands for a task, and look for its signs as its supervisor does."""
-    loop, made, looking = Loop(), [], []
-
-    class Task:
-        def __init__(self, is_member=True, **about):
-            made.append(subprocess.Popen(["sleep", "600"]))
-            self.process, self.why, self.said = made[-1], [], []
-            task = processes.Other(self.process.pid, processes.began(self.process.pid))
-            about = {**signs({}, 1.0, None, 1), **about}
-            side = SimpleNamespace(
-                tell_task=lambda what, why: self.why.append(why),
-                say=lambda kind, text: self.said.append(text),
-                is_member=is_member,
-            )
-            make = lambda: Signs(task, about, side)  # noqa: E731
-            looking.append(InLoop(loop, make))
-            self.close = looking[-1].close
-
-    yield Task
-    for each in looking:
-        each.close()
-    loop.stop()
-    for each in made:
-        each.kill()
-        each.wait()
-
-
-@pytest.fixture
-def starter():
-    """Return a process that has started a task, and how the task's supervisor knows it."""
-    with subprocess.Popen(["sleep", "600"]) as process:
-        yield process, (process.pid, processes.began(process.pid))
-        process.kill()
-
-
-def test_a_notice_is_passed_on_once(tmp_path, monkeypatch, task):
+def test_a_notice_is_passed_on_once(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_LOOK_S", 0.01)
-    path, looks = tmp_path / "notice", []
+    path, looks, told, loop = tmp_path / "notice", [], [], Loop()
     monkeypatch.setattr(module, "told_to_stop", lambda shell: looks.append(shell))
-    here = task(looks=True, notice_file=str(path), shell=77)
+    here = processes.Other(os.getpid(), processes.began(os.getpid()))
+    about = {**signs({}, 1.0, None, 1), "looks": True, "notice_file": str(path), "shell": 77}
+    side = SimpleNamespace(tell_task=lambda what, why: told.append(why))
+    looking = InLoop(loop, lambda: Signs(here, about, side))
     assert eventually(lambda: len(looks) > 2)
     (tmp_path / "whole").write_text("2026-11-21T10:00:00Z\n")
     (tmp_path / "whole").rename(path)
-    assert eventually(lambda: here.why == [SPOT])
+    assert eventually(lambda: told == [SPOT])
     before = len(looks)
     time.sleep(0.1)
-    assert (len(looks), set(looks), here.why) == (before, {77}, [SPOT])
-    assert here.process.poll() is None
-
-
-@pytest.mark.parametrize("is_member", [True, False])
-def test_a_task_whose_control_task_is_gone_is_killed_if_it_does_not_end(is_member, starter, task):
-    process, control = starter
-    here = task(is_member, starters={"control": control}, patience_s=1.0)
-    process.kill()
-    begun = time.monotonic()
-    assert here.process.wait(limit_s(30)) == -signal.SIGKILL
-    assert (time.monotonic() - begun > 0.9) is is_member, "its channel says so, too, and its workers may save"
-    assert here.why == []
-    said = f"the control task (pid {control[0]}), which has started this one, is gone; this one ends, too"
-    assert here.said == ([] if is_member else [said])
-
-
-def test_a_local_task_is_told_who_started_it_and_another_looks_for_notices():
-    env = {}
-    for role in ("run", "control"):
-        name_as_starter(env, role)
-    elsewhere, control, node = (signs(env, 1.0, "file", node) for node in (None, 0, 1))
-    assert (elsewhere["starters"], elsewhere["looks"], control["looks"]) == ({}, True, False)
-    own = os.getpid(), processes.began(os.getpid())
-    assert control["starters"] == {"run": own}, "and not the control task itself"
-    assert node["starters"] == {"run": own, "control": own}
+    assert (len(looks), set(looks), told) == (before, {77}, [SPOT])
+    looking.close()
+    loop.stop()
 
 
 def test_sigterm_to_a_pods_shell_is_seen_by_its_other_processes(pod):

@@ -82,15 +82,6 @@ def test_who_asks_when_the_workers_end_hears_of_those_that_start_again():
     assert [each.generation for each in story.got(1, Ask)] == [0, 1]
 
 
-@pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_a_node_that_is_lost_is_not_waited_for(when):
-    story = Story(2).running()
-    story = ask(story.lost(1)) if when == "before" else ask(story).lost(1)
-    say(story, 0)
-    _, found = answer_of(story)
-    assert (list(found.nodes), list(found.missing)) == ([0], [1])
-
-
 # --- the command -------------------------------------------------------------------------------------
 
 

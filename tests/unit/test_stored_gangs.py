@@ -1,17 +1,13 @@
 """What the commands find in a flow's datastore; the datastore is Metaflow's own, on this disk."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from gang_views import Story
 from metaflow._vendor.click.testing import CliRunner
 from metaflow.datastore import FlowDataStore
 from metaflow.exception import CommandException
 from metaflow.plugins.datastores.local_storage import LocalStorage
-from metaflow.plugins.datastores.spin_storage import SpinStorage
 
-from metaflow_extensions.torchrun.plugins.torchrun.compat import datastore as stored_files
 from metaflow_extensions.torchrun.plugins.torchrun.show import commands, finding
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_gangs import StoredGangs, place_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import _PIECE, StoredLogs
@@ -155,29 +151,6 @@ def test_a_log_that_grows_is_read_on_in_whole_lines(stored, root):
     assert [line.text for line in logs.lines()] == ["third"]
 
 
-@pytest.fixture
-def spun(tmp_path, monkeypatch, root):
-    """Have `spin` be the latest run, which it writes beside the runs, though it stores elsewhere."""
-    for name, value in (("datastore_root", None), ("SYSROOT_VAR", str(tmp_path / "spins"))):
-        monkeypatch.setattr(SpinStorage, name, value)
-    write(root.parent, "latest_run", "300")
-    return tmp_path / "spins" / ".metaflow_spin" / "Flow" / "300"
-
-
-@pytest.mark.parametrize("named", ["", "300", "300/train"])
-def test_what_spin_has_run_is_found_where_it_is_stored(obj, spun, root, named, monkeypatch):
-    monkeypatch.setattr(stored_files, "DEFAULT_DATASTORE", "local")
-    begin(root, "train", "4")
-    begin(spun, "train", "0")
-    found, (gang,) = find(obj, named)
-    assert (gang.run, gang.step, gang.control_task, found.storage.kind) == ("300", "train", "0", "spin")
-    page = commands._pages(obj, named or "300", None, False).splitlines()
-    assert page[-1].endswith(" torchrun logs 300/train")
-    assert "--datastore" not in page[-1]
-    _, (other,) = finding.find(obj, "100")
-    assert other.control_task == "4"
-
-
 def show_logs(obj, capsys, **options):
     """Return the lines that the command prints, without their times, and those on stderr."""
     given = {"rank": None, "node": None, "tail": None, "follow": False, "attempt": None, "as_json": False, **options}
@@ -206,21 +179,3 @@ def test_the_last_lines_are_those_of_all_that_is_chosen(stored, obj, root, capsy
 def test_that_nothing_is_stored_is_said_with_when_it_will_be(stored, obj, root, capsys, options):
     begin(root, "train", "4")
     assert show_logs(obj, capsys, **options) == ([], [commands._NO_LINE])
-
-
-@pytest.mark.parametrize(
-    ("rank", "node", "said"),
-    [
-        (1, 0, None),
-        (3, 1, None),
-        (4, None, "The gang has no rank 4. It has ranks 0, 1, 2, 3."),
-        (None, 5, "The gang has no node 5. It has nodes 0, 1."),
-    ],
-)
-def test_a_rank_or_node_that_a_gang_has_never_had_is_refused(rank, node, said):
-    """A first launch had two ranks on each node, the second has one."""
-    story = Story().running().ended()
-    story.nproc = 1
-    commands._refuse_unknown(None, rank, node)  # nothing is known
-    with nullcontext() if said is None else pytest.raises(CommandException, match=said):
-        commands._refuse_unknown(story.ready(launch=1).view, rank, node)

@@ -1,48 +1,25 @@
 """Values on their way to a store that is slow, fails or is given up."""
 
-import queue
 import subprocess
 import sys
+import threading
 
 import pytest
 from limits import limit_s
 from unit_helpers import HANG_S
 
-from metaflow_extensions.torchrun.plugins.torchrun.task import transfer
 from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import Step, Transfer, TransferFailed
 
 DEADLINE_S = limit_s(HANG_S)
 
 
-@pytest.fixture
-def going():
-    """Return a queue; each thing in it ends a transfer that `loading` has made, as its step's work."""
-    going = queue.Queue()
-    yield going
-    going.put(dict)
-
-
-def loading(going, patience_s):
-    return Transfer("the s3 datastore", "loads", [Step("rank 1's value", lambda: going.get()(), patience_s)])
-
-
-def test_who_waits_says_now_and_then_for_what(going, monkeypatch):
-    monkeypatch.setattr(transfer, "REMIND_S", 0.2)
-    lines = []
-
-    def note(line):
-        lines.append(line)
-        going.put(dict)
-
-    loading(going, 100.0).wait(note)
-    assert lines[0].startswith("loads rank 1's value, for ")
-
-
-def test_who_waits_too_long_hears_for_what_and_why(going):
-    with pytest.raises(
-        TransferFailed, match=r"rank 1's value could not be loaded from the s3 datastore .*has not answered"
-    ):
-        loading(going, 0.0).wait(print)
+def test_who_waits_too_long_hears_for_what_and_why():
+    go_on = threading.Event()
+    loading = Transfer("the s3 datastore", "loads", [Step("rank 1's value", go_on.wait, 0.0)])
+    said = r"rank 1's value could not be loaded from the s3 datastore .*has not answered"
+    with pytest.raises(TransferFailed, match=said):
+        loading.wait(print)
+    go_on.set()
 
 
 ENDS_DURING_EXIT = """

@@ -37,12 +37,3 @@ def test_the_last_and_the_highest_values_are_kept_and_shown():
     assert table.header[3:] == ("GPUs, %", "GPU memory, GiB")
     assert table.rows[0][3:] == ("95, highest 95", "96, highest 96 of 640")
     assert "those of the machine" in said
-
-
-def test_of_many_nodes_those_that_use_the_most_memory_are_shown():
-    story = Story(300).running()
-    for node in range(300):
-        told(story, node, memory_mib=float(node))
-    table, said = section(story)
-    assert [row[0] for row in table.rows] == [str(node) for node in range(284, 300)]
-    assert "Of 300 nodes, the 16" in said

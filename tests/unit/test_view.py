@@ -64,29 +64,9 @@ def test_of_thousands_of_launches_the_places_of_the_last_outputs_are_kept():
     assert list(view.outputs) == [*range(600, 2600)]
 
 
-# --- what others say ----------------------------------------------------------------------------------
-
-WORDS = [Word("größe 🙂*\nmore", BEGAN + 5, 2), Word("the job's\nown", BEGAN + 90, 2, "GangError")]
-
-
-def test_the_first_word_of_others_is_the_end_that_a_control_node_has_not_recorded():
-    view = Story().running().at(9).view
-    before = view.stored()
-    known = told_by_others(view, WORDS)
-    assert view.stored() == before, "what the control node stored stays"
-    assert (known.is_over, known.outcome, known.error, known.now_s) == (True, "failed", "größe 🙂*\nmore", 9.0)
-    assert (known.cause["kind"], known.cause["host"], known.cause["exception"]) == ("lost", "gpu-0", "größe 🙂*")
-    assert [(each.error, each.text) for each in known.reports] == [("TorchrunPreempted", "größe 🙂*\nmore")]
-    assert [(each.kind, each.text) for each in known.events[-2:]] == [
-        ("lost", "lost: größe 🙂*"),
-        ("told", "the job's; own"),
-    ]
-    assert [node.state for node in known.nodes] == ["lost", "lost"]
-
-
 def test_an_end_that_the_control_node_has_recorded_stays_and_others_only_add_to_it():
     view = Story().running().ended().done().left().view
-    known = told_by_others(view, WORDS[:1])
+    known = told_by_others(view, [Word("größe 🙂*\nmore", BEGAN + 5, 2)])
     assert replace(known, events=view.events) == view
     assert [(each.kind, each.text) for each in known.events[len(view.events) :]] == [("told", "größe 🙂*; more")]
 

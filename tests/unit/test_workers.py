@@ -130,14 +130,6 @@ def test_a_worker_that_obeyed_is_no_cause_whatever_it_raised_then(is_recorded, n
     assert node.cause() is None
 
 
-@pytest.mark.parametrize(("code", "shown"), [(TERMINATED, None), (1, 1)])
-def test_a_worker_that_was_failing_before_we_stopped_it_is_a_cause(code, shown, node):
-    node.raised(0, "RuntimeError: recorded", at=1.0)
-    node.stop(at=1.5)
-    node.ended(0, code, 2.0, stopped=True)
-    assert (node.cause().exit_code, node.cause().exception) == (shown, "RuntimeError: recorded")
-
-
 # --- which ends of one node's workers count as failures, and since when ------------------------------
 
 
@@ -200,13 +192,3 @@ def test_a_failure_names_file_and_line_of_the_users_code(trace, said, node):
     cause = node.cause()
     assert cause.what == said
     assert f"{said}." in FailureText(cause).without_detail(), "also where the traceback is not repeated"
-
-
-def test_without_an_exception_the_last_line_of_stderr_is_named(node):
-    node.leaves(stderr="usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --lr 0.1\n\n")
-    node.ended(0, 2, at=2)
-    cause = node.cause()
-    said = "exited with code 2; the last line of its stderr: train.py: error: unrecognized arguments: --lr 0.1"
-    assert cause.what == said
-    node.leaves(stderr="")
-    assert node.cause().what == "exited with code 2"

@@ -1,7 +1,6 @@
 """What several unit tests need."""
 
 import os
-import platform
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -24,9 +23,6 @@ import sys, types
 ours = sys.modules["ours"] = types.ModuleType("ours")
 ours.__path__ = [{os.path.dirname(package.__file__)!r}]
 """
-
-# The number of Linux's system call that ends one thread (asm/unistd.h): Python has no function for it.
-EXIT_OF_A_THREAD = 60 if platform.machine() == "x86_64" else 93
 
 # Names and texts that a shell, a template or a careless join would damage.
 HOSTILE = [

@@ -1,6 +1,5 @@
 """A program that launches what stands in it; every ``case_`` is one test of test_functions_worker.py."""
 
-import asyncio
 import dataclasses
 import enum
 import functools
@@ -213,14 +212,6 @@ def case_an_exception_that_cannot_travel_comes_in_words():
         assert type(error) is task.WorkerFailed, error
         assert all(text in str(error) for text in (words, why, "the gang's words")), error
         assert error.cause["rank"] == 3
-
-
-def case_one_that_is_no_plain_exception_comes_as_what_it_is():
-    outcome = launch(fail, [asyncio.CancelledError, 5])
-    error = outcome.error
-    assert (type(error), error.args, error.__notes__) == (asyncio.CancelledError, (5,), [NOTE]), outcome.done.stderr
-    assert outcome.done.returncode == 1
-    assert "CancelledError" in outcome.record.exception, outcome.record
 
 
 def case_an_exit_code_or_ctrl_c_is_no_exception_of_the_function_and_no_value():
