@@ -16,6 +16,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 from ..machine import processes
 
@@ -50,31 +51,33 @@ def _handle(*signals: signal.Signals) -> None:
     defaults, own = (signal.SIG_DFL, signal.default_int_handler), os.getpid()
     heeded = [number for number in signals if signal.getsignal(number) in defaults]
 
+    def have(handler: Any) -> None:
+        for each in heeded:
+            signal.signal(each, handler)
+
     def on_signal(number: int, frame: FrameType | None) -> None:
         if os.getpid() != own:  # a fork ends as usual
-            signal.signal(number, signal.SIG_DFL)
+            have(signal.SIG_DFL)
             signal.raise_signal(number)
-        for each in heeded:
-            signal.signal(each, lambda *_: None)
+        have(lambda *_: None)
         with suppress(OSError):  # without a process table
-            _interrupt_children()
+            _interrupt_children(own)
         with suppress(OSError):  # SIGHUP: the terminal is gone
             os.write(2, f"[torchrun] {signal.Signals(number).name}: the run is interrupted, as by Ctrl-C\n".encode())
         raise KeyboardInterrupt
 
     if threading.current_thread() is threading.main_thread():
-        for each in heeded:
-            signal.signal(each, on_signal)
+        have(on_signal)
 
 
-def _interrupt_children() -> None:
-    """Signal the children, as a terminal does: those in our process group."""
+def _interrupt_children(own: int) -> None:
+    """Signal this process's children, as a terminal does: those in its process group."""
     # Where SIGINT is ignored, as in the background of a script, the children ignore it, too.
     number = signal.SIGTERM if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT
     if platform.system() == "Linux":
         children = processes.children()
     else:  # runs are submitted from macOS, too, which has no /proc
-        listed = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, check=False).stdout
+        listed = subprocess.run(["pgrep", "-P", str(own)], capture_output=True, check=False).stdout
         children = [int(pid) for pid in listed.split()]
     for pid in children:
         with suppress(OSError):  # it has just ended

@@ -164,7 +164,8 @@ if __name__ == "__main__":
     own = os.path.dirname(os.path.abspath(__file__))
     if sys.path[0] == own:  # not with PYTHONSAFEPATH
         del sys.path[0]
-    os.environ["TORCHRUN_AGENT_PID"] = str(os.getpid())  # by which its children know that they are workers
+    own_pid = os.getpid()
+    os.environ["TORCHRUN_AGENT_PID"] = str(own_pid)  # by which its children know that they are workers
     pipes, sys.argv[0] = sys.argv.pop(1), "torchrun"  # as the error of a wrong option calls it
     argparse.ArgumentParser.print_usage = lambda *_: None  # type: ignore[method-assign]  # on each node a screen full
     change_workers(pipes, os.environ.pop("TORCHRUN_RESTARTS", ""), os.environ.pop("TORCHRUN_METRICS_FOLDER", ""))
@@ -173,5 +174,5 @@ if __name__ == "__main__":
     from torch.distributed.run import main
 
     if _why := await_store(sys.argv):
-        news.tell("unreached", os.getpid(), _why)
+        news.tell("unreached", own_pid, _why)
     main()
