@@ -12,6 +12,8 @@ from spares import await_spares  # noqa: E402
 if seen.LAUNCH.endswith("-0"):
     if os.environ["RANK"] == "0":
         time.sleep(60.0)
+    while not os.path.exists(os.path.join(os.environ["GANG_OUT"], f"seen-{seen.LAUNCH}-0.json")):
+        time.sleep(0.05)
     with open(os.path.join(os.environ["GANG_OUT"], "spares")) as file:
         await_spares(int(file.read()))
     raise ConnectionError("rank 1 fails")
