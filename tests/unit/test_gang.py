@@ -1,5 +1,6 @@
 """What the control node decides, in what order, and what each node gets; with a clock that the test holds."""
 
+import re
 import sys
 from dataclasses import replace
 
@@ -54,7 +55,7 @@ def test_what_nodes_tell_of_their_workers_is_kept_while_these_run():
 
 @pytest.mark.parametrize("writes", [False, True])
 def test_a_launch_that_writes_nothing_for_a_minute_is_told_of_once(writes):
-    gang = running(2, max_restarts=1)
+    gang = running(2, max_restarts=1, stacks="python flow.py torchrun stacks")
     if writes:
         gang.say(1, say.Report("wrote", 0, 0))
     assert gang.play("+59").notes(0) == []
@@ -326,10 +327,13 @@ def test_a_node_that_is_told_to_end_hears_that_alone_and_the_others_start_again_
 def test_the_workers_start_again_when_the_task_that_takes_its_place_is_ready():
     gang = running(max_restarts=3, why_it_waits=lambda node: f"ask about {node}", **ANOTHER)
     for number in (1, 2, 3):  # as often as restarts are left
-        said = "launch 0 waits for node 1 to start, 300 s at most (all_nodes_started_timeout), and then fails. "
-        said += "To see why node 1 is missing: ask about 1"
-        assert gang.play("lost 1, stop 0 2").notes(0)[-1] == said
-        assert gang.play("+60").notes(0)[-2:] == [said] * 2
+        first = gang.play("lost 1, stop 0 2").notes(0)[-1]
+        assert re.fullmatch(
+            r"launch 0 waits for node 1 to start, until \S+ \S+ UTC at most \(all_nodes_started_timeout\), and then fails\. "
+            "To see why node 1 is missing: ask about 1",
+            first,
+        )
+        assert gang.play("+60").notes(0)[-2:] == [first] * 2
         assert len(gang.play("come 1, +1").groups()) == number, "it has not called run"
         last = gang.play("ready 1, +0").got(1, "Go")[-1]
         assert (last.generation, last.group.nodes, last.left, last.came) == (number, (0, 1, 2), (1,), (1,))
@@ -502,3 +506,23 @@ def test_numbers_are_stored_now_and_then_and_an_event_that_they_bring_at_once():
     assert first[0] > before
     assert second[0] == first[0]
     assert second[1] > first[1]
+
+
+def test_time_in_which_this_machine_was_stopped_counts_for_no_limit_of_a_launch():
+    gang = running(2, timeout_s=600.0, stacks="python flow.py torchrun stacks")
+    gang.now += 3600.0
+    gang.play("frozen 3600, +1")
+    assert (gang.is_undecided(), gang.got(1, "Stop"), gang.notes(0)) == (True, [], [])
+    assert gang.play("+600").got(1, "Stop")
+
+
+def test_a_spare_in_its_own_code_hears_of_a_launch_that_has_failed_without_it():
+    gang = GangOf(3, spare_nodes=1)
+    gang.play("ready 0, ready 1, crash 1, stop 0, raises_verdict 0")
+    assert gang.abort(2) is gang.verdict(0)
+
+
+def test_the_cause_of_a_restart_that_never_comes_stands_once_in_the_timeline():
+    gang = running(2, max_restarts=1, **ANOTHER).play("lost 1, stop 0, +301")
+    assert len(gang.recorded("cause")) == 1
+    assert gang.verdict(0) is not None

@@ -84,7 +84,7 @@ def test_an_order_to_end_lets_the_gang_decide_while_workers_run_and_a_second_one
     assert not node.expect(Failed).given_up
     assert "stop" not in str(agent.orders)
     node.interrupt(MUST_END)
-    assert "With Metaflow's @retry a new gang starts" in str(node.outcome())
+    assert "If the gang ends by this, Metaflow's @retry starts a new one." in str(node.outcome())
     assert words_of(node) == ["Failed, given up", "Ended"]
     assert agent.orders[-1] == ("close", 30.0)
     assert node.texts("stopping") == ["was preempted: its machine goes; stopping all nodes"]

@@ -186,7 +186,10 @@ class Gang:
         """Return the stacks that were `asked` for, as soon as they are known."""
         spares = self.ready.difference(self.launch.group.nodes)
         found = self.stacks.answer(asked, self._clock(), self.num_nodes, spares)
-        return None if found is None else {"id": asked, "found": to_plain(found)}
+        if found is None:
+            return None
+        self.stacks = Stacks()
+        return {"id": asked, "found": to_plain(found)}
 
     def lost(self, node: int, why: str) -> list[Outgoing]:
         """Handle the end of a node's connection, or of a task that had not joined yet.
@@ -201,8 +204,9 @@ class Gang:
 
     def was_stopped(self, seconds: float) -> list[Outgoing]:
         """Give the nodes as much longer to report as this process was stopped, perhaps with all of them."""
-        self.launch.until += seconds
-        self.launch.active_at += seconds
+        launch = self.launch
+        launch.until, launch.active_at = launch.until + seconds, launch.active_at + seconds
+        launch.went_at += seconds
         return []
 
     def tick(self) -> list[Outgoing]:
@@ -325,7 +329,7 @@ class Gang:
             launch = self.launch
             if has_failed and self.phase is not Phase.IDLE:  # it can't tell the nodes later how it ends
                 self._finish(launch.failing_with or self._error_of_launch())
-            if has_failed and node.cause is None and launch.verdict is not None and launch.generation < 0:
+            if has_failed and node.cause is None and launch.verdict is not None and not self._here <= launch.told:
                 self._break(launch.verdict)
             self._send(Farewell("bye"), *range(1, self.num_nodes))
 
@@ -678,7 +682,7 @@ class Gang:
         for line in self.progress.tick(self._now):
             self._send(Note(line), CONTROL)
         launch = self.launch
-        if launch.is_silent and self._now - launch.went_at > FIRST_OUTPUT_S:
+        if launch.is_silent and self.rules.stacks and self._now - launch.went_at > FIRST_OUTPUT_S:
             launch.is_silent = False
             where = f"`{self.rules.stacks}` shows where each rank is"
             self._send(Note(f"no output for {FIRST_OUTPUT_S:g} s; {where}"), CONTROL)
@@ -816,9 +820,6 @@ class Gang:
             count = launch.restarts + 1 - launch.uncounted
             launch.again = f"restart {count} of {launch.policy.max_restarts}: {launch.again}"
         self.view.turn("restarting", failures.summary(cause))
-        if coming := self._coming(self._able()):
-            until = self.view.began - self._began_at + max(self.nodes[each].awaited_until for each in coming)
-            self.view.waits_for = f"{self._waits_for()}, until {moment(until)} at most"
         self.view.enter("restarting", [each for each in self._able() if launch.takes_part(each)])
         self._remind()
 
@@ -831,7 +832,8 @@ class Gang:
     def _start_again(self) -> None:
         """Begin the next generation, unless nodes may come for it."""
         able = self._able()
-        if self._coming(able):
+        self.view.waits_for = self._waits_for()
+        if self.view.waits_for:
             return  # until they come, or `tick` gives up on them
         group = follow(self.launch.group, able, self._size, self._least) if CONTROL in able else None
         if group is None:
@@ -897,6 +899,7 @@ class Gang:
         of_control = Verdict(number, error, seen, self._left(launch, error, True), alone, group)
         of_others = Verdict(number, error, (), self._left(launch, error, False), alone, group)
         for each in sorted(node for node, its in self._called.items() if its == number):
+            launch.told.add(each)
             self._send_verdict(self.nodes[each], of_control if each == CONTROL else of_others)
         left = {name: each for name, each in of_control.left.items() if self.rules.replaces and name != "progress"}
         self._verdicts[number] = replace(of_others, left=left)  # progress is long
@@ -989,7 +992,7 @@ class Gang:
             return
         if self.phase is Phase.PAUSING:
             then = "goes on with fewer nodes" if len(self._able()) >= self._least else "fails"
-            waits_for += f", {self.rules.started_timeout_s:g} s at most (all_nodes_started_timeout), and then {then}"
+            waits_for += f" (all_nodes_started_timeout), and then {then}"
         missing = min(self._absent, default=None)
         why = "" if missing is None else failures.to_see_why(missing, self.rules.why_it_waits(missing))
         text = f"launch {self._number} waits for {waits_for}{why and '.' + why}"
@@ -998,7 +1001,10 @@ class Gang:
     def _waits_for(self) -> str:
         """Return in words for which nodes the others wait, or all."""
         if self.phase is Phase.PAUSING:
-            waits: dict[str, Iterable[int]] = {"to start": self._coming(self._able())}
+            coming = self._coming(self._able())
+            last = self.view.began - self._began_at + max((self.nodes[each].awaited_until for each in coming), default=0.0)
+            what = "to start" if self._absent.issuperset(coming) else "to start or to call run"
+            waits: dict[str, Iterable[int]] = {f"{what}, until {moment(last)} at most": coming}
         elif self.phase is not Phase.IDLE:
             waits = {"to store what its workers have left": self.launch.stores}
         else:
@@ -1030,6 +1036,8 @@ class Gang:
         at_s = self.view.now_s
         if (first := self.launch.first) is not None and cause.is_same_event(first.cause):
             at_s = -first.age_s - self._began_at  # it became known later
+        if first is None and cause == self.launch.restarts_for:
+            return  # it was seen before
         self._see("cause", f"cause: {self.view.why}", rank=cause.rank, exit_code=cause.exit_code, at_s=at_s)
 
     def _see_error(self, error: TorchrunError) -> None:

@@ -51,6 +51,7 @@ class Launch:
     values: dict[str, str] = field(default_factory=dict)  # by rank: the keys of stored values and exceptions
     stores: set[int] = field(default_factory=set)  # while STORING: the nodes that still store something
     failing_with: TorchrunError | None = None  # while STORING: the error it will end with
+    told: set[int] = field(default_factory=set)  # the nodes that have heard the verdict
     verdict: TorchrunError | None = None  # the error at its end; None while it runs, or if it succeeded
 
     def begin_generation(self, now: float, group: Group, tasks: dict[int, str]) -> None:

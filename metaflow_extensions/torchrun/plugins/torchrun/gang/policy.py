@@ -24,7 +24,7 @@ class Rules:
     spare_nodes: int = 0
     min_nodes: int | None = None
     replaces: bool = False  # whether another task comes in the place of one that is gone, as on Kubernetes
-    stacks: str = "python flow.py torchrun stacks"  # the command that shows what the ranks do
+    stacks: str = ""  # the command that shows what the ranks do; empty where there is none, as outside of a flow
     # Returns a shell command that shows why a node is missing, or "".
     why_it_waits: Callable[[int], str] = lambda node: ""
 

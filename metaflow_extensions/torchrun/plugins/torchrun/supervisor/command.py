@@ -24,6 +24,7 @@ IMPORTABLE = os.path.join(SCRIPTS, "importable")
 # "1/3": restart 1 of at most 3. The agent takes it, and sets the variables of torchelastic in each worker: it runs one
 # generation only, so torchrun (2.13) would set TORCHELASTIC_RESTART_COUNT and _MAX_RESTARTS to 0.
 _RESTARTS = "TORCHRUN_RESTARTS"
+_HIDES = "TORCHRUN_HIDES"  # set where the lines of some ranks are not shown
 
 STATIC_BACKEND = "static"
 
@@ -34,7 +35,7 @@ _FOREIGN_NAMES = frozenset(
     {
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
         *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-        *(_RESTARTS, "TORCHRUN_METRICS", "TORCHRUN_AGENT_PID"),
+        *(_RESTARTS, _HIDES, "TORCHRUN_METRICS", "TORCHRUN_AGENT_PID"),
     }
 )
 
@@ -91,7 +92,8 @@ def agent_environment(call: Call, go: Go, own_address: str | None) -> dict[str, 
     env = with_hooks(environment_of_commands(call, own_address), call.module_folder)
     # Of the nodes' limits the control node's counts, which is in `go`.
     restarts = {_RESTARTS: f"{go.generation}/{go.max_restarts}"} if go.max_restarts > 0 else {}
-    return {**env, **restarts, **hook_environment()}
+    hides = {} if call.shows_failures else {_HIDES: "1"}
+    return {**env, **restarts, **hides, **hook_environment()}
 
 
 def command_environment(

@@ -39,7 +39,8 @@ class NotNeeded(BaseException):
 def preempted(node: int, host: str, why: str) -> TorchrunPreempted:
     """Return the error for a task that was told to stop."""
     cause = Cause("terminated", node, host, exception=why)
-    return failed(TorchrunPreempted, FailureText(cause, after=f" {TorchrunPreempted.remedy}"))
+    after = " If the gang ends by this, Metaflow's @retry starts a new one."
+    return failed(TorchrunPreempted, FailureText(cause, after=after))
 
 
 def lost_control(reason: str) -> TorchrunError:

@@ -75,7 +75,12 @@ def _record_the_end() -> None:
 
 
 def _first_there(error: BaseException, trace: "TracebackType | None") -> str:
-    """Return the rank of this node that was the first to raise such an error in this line; empty if it is this one."""
+    """Return the rank of this node that was the first to raise such an error in this line; empty if it is this one.
+
+    Where not all ranks are shown, each tells its own: the first one's lines may be hidden.
+    """
+    if "TORCHRUN_HIDES" in os.environ:
+        return ""
     import traceback
     import zlib
 
