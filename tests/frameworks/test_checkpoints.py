@@ -94,7 +94,7 @@ def test_a_lost_node_and_one_that_is_taken_back(run_example, plain):
     flow.await_text(f"step {first + 3}: loss", went_on.end())
     task_of_node_1(flow).terminate()
     check_end(flow, plain)
-    assert "code 0 in time: 0, 1" in flow.text
+    assert "ranks 0, 1 exited with code 0" in flow.text
     since = flow.text[went_on.end() :]
     assert int(re.search(r"goes on after step (\d+)", since)[1]) >= first + 3
     # Where it was told to end, it has saved; so no step was done twice.

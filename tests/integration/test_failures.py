@@ -192,7 +192,7 @@ def test_sigterm_of_a_task_lets_the_workers_save(start_flow):
     assert error["cause"]["category"] == "preempted"
     assert "Node 0 (host" in error["message"]
     assert "its Metaflow task got SIGTERM" in error["message"]
-    assert "exited with code 0 in time: 0, 1, 2, 3" in error["message"]
+    assert "In time, ranks 0, 1, 2, 3 exited with code 0." in error["message"]
     assert [(note["signals"], note["loader"]) for note in flow.notes("saved-*")] == [(1, None)] * 4
 
 

@@ -169,7 +169,7 @@ def test_an_interrupted_run_leaves_nothing(start_remote, backend, how):
 def test_the_steps_timeout_ends_the_gang_before_the_backend_ends_its_jobs(run_remote, backend):
     """Metaflow (2.19) makes it the jobs' own limit; a busy machine needs most of a minute for their start."""
     flow = run_remote(expect=1, TIMEOUT_S=150, DO="*:save", TORCHRUN={"grace_s": 5}, **backend.on())
-    check_said(flow, "longer than the step's @timeout of 150 s allows (it counts from", "launch timed out")
+    check_said(flow, "longer than the step's @timeout of 150 s allows (it counts from", "LaunchTimeout")
     assert "was preempted" not in flow.text, flow.text
     backend.await_gone(flow)
 

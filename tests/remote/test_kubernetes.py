@@ -142,7 +142,7 @@ def test_a_pod_that_is_deleted_with_some_grace_lets_all_ranks_save(start_remote,
     flow.await_line(" of 4 runs")
     delete_pod(cluster, flow, node, grace_s=30)
     assert flow.wait(150) == 1
-    check_said(flow, f"Node {node} (host", "was preempted: its pod got SIGTERM", "code 0 in time: 0, 1, 2, 3")
+    check_said(flow, f"Node {node} (host", "was preempted: its pod got SIGTERM", "ranks 0, 1, 2, 3 exited with code 0")
     cluster.await_gone(flow)
 
 

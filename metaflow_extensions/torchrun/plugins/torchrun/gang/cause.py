@@ -80,7 +80,7 @@ CATEGORY_TEXTS = {
     "timeout": "the time was up",
     "hang": "no rank made progress",
     "network": "the network between the nodes failed",
-    "interrupted": "nothing in your code failed",
+    "interrupted": "the run was interrupted",
     "store": "the datastore failed",
 }
 """The classes of causes, each in words."""

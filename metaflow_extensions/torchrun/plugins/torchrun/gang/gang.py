@@ -802,8 +802,7 @@ class Gang:
     def _restart(self, cause: Cause) -> None:
         """All workers are gone; they start again at once, or when another task has come for a lost one."""
         launch = self.launch
-        self._see_cause(cause)
-        self.view.report(cause.describe(), None, cause.as_dict())
+        self.view.report(cause.describe(), None, cause.as_dict(), self._see_cause(cause))
         is_move = launch.has_lost_its_port()
         launch.moves += is_move
         launch.uncounted += is_move or cause.category == "preempted"
@@ -1002,7 +1001,9 @@ class Gang:
         """Return in words for which nodes the others wait, or all."""
         if self.phase is Phase.PAUSING:
             coming = self._coming(self._able())
-            last = self.view.began - self._began_at + max((self.nodes[each].awaited_until for each in coming), default=0.0)
+            last = (
+                self.view.began - self._began_at + max((self.nodes[each].awaited_until for each in coming), default=0.0)
+            )
             what = "to start" if self._absent.issuperset(coming) else "to start or to call run"
             waits: dict[str, Iterable[int]] = {f"{what}, until {moment(last)} at most": coming}
         elif self.phase is not Phase.IDLE:
@@ -1031,24 +1032,26 @@ class Gang:
         if node is not None and state is not None:
             self.view.enter(state, [node.index])
 
-    def _see_cause(self, cause: Cause, before: str = "") -> None:
+    def _see_cause(self, cause: Cause, before: str = "") -> float:
+        """Add the cause to what has happened; return when it did."""
         self.view.why = headline(before.replace("\n", " ") + failures.summary(cause))
         at_s = self.view.now_s
         if (first := self.launch.first) is not None and cause.is_same_event(first.cause):
             at_s = -first.age_s - self._began_at  # it became known later
         if first is None and cause == self.launch.restarts_for:
-            return  # it was seen before
+            return at_s  # it was seen before
         self._see("cause", f"cause: {self.view.why}", rank=cause.rank, exit_code=cause.exit_code, at_s=at_s)
+        return at_s
 
     def _see_error(self, error: TorchrunError) -> None:
-        failure = failure_of(error)
+        failure, at_s = failure_of(error), self.view.now_s
         if failure is not None:
             # What stands before a lost connection tells who had ended before.
-            self._see_cause(failure.cause, failure.before if failure.cause.is_consequence else "")
+            at_s = self._see_cause(failure.cause, failure.before if failure.cause.is_consequence else "")
         else:
             self.view.why = headline(error.message)
         self.view.error, self.view.cause = error.message[:_ERROR_CHARS], error.cause
-        self.view.report(error.message, type(error).__name__, error.cause)
+        self.view.report(error.message, type(error).__name__, error.cause, at_s)
 
     def _add_failures(self, found: Iterable[Failure]) -> None:
         """Add failures to the launch; note a preemption once."""

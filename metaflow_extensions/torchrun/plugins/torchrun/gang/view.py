@@ -37,6 +37,7 @@ _GONE = frozenset({"not joined yet", "storing", "finished", "failed", "lost"})  
 # How much is kept of what grows: the last ones.
 _EVENTS, _SPANS, _PLACES, _REPORTS = 1000, 60, 200, 20
 _OUTPUTS = 4000  # for so many nodes, over all launches, the places of outputs are kept: some hundred kilobytes
+_SILENT_S = 300.0  # a view that is older than this, though workers ran, may be the last one
 _REPORT_CHARS = 128 * 1024  # of each report: stacks of many ranks are long
 
 
@@ -113,6 +114,7 @@ class GangView:
     began: float = 0.0  # seconds since 1970
     now_s: float = 0.0  # when this was known
     is_over: bool = False  # whether the control node has left
+    is_silent: bool = False  # whether nothing was stored for a while though workers ran; only `at` knows
     ended_s: float | None = None  # when the step's code had ended on all nodes
     outcome: Outcome = "waiting"
     since_s: float = 0.0  # of the outcome
@@ -180,12 +182,12 @@ class GangView:
             del self.events[0]
             self.left_out += 1
 
-    def report(self, text: str, error: str | None, cause: Mapping[str, Any] | None) -> None:
+    def report(self, text: str, error: str | None, cause: Mapping[str, Any] | None, at_s: float) -> None:
         """Keep the whole report of a failure; one that is the same as the last is not kept twice."""
         kept = begin_of(text, _REPORT_CHARS)
         if not self.reports or self.reports[-1].text != kept:
             about = self.launch, self.generation, error, None if cause is None else dict(cause)
-            self.reports = [*self.reports, FailureReport(round(self.now_s, 3), kept, *about)][-_REPORTS:]
+            self.reports = [*self.reports, FailureReport(round(at_s, 3), kept, *about)][-_REPORTS:]
 
     def take_usage(self, node: int, used: Mapping[str, Any]) -> None:
         """Keep a node's usage: the last and the highest value of each kind."""
@@ -228,8 +230,12 @@ class GangView:
         return (self.since_s if self.outcome in ("done", "failed") else self.seconds) - self.began_s
 
     def at(self, now_s: float) -> GangView:
-        """Return the view for a later moment of a gang that runs."""
-        return self if self.is_over else replace(self, now_s=max(now_s, self.now_s))
+        """Return the view for a later moment of a gang that runs; while workers do, it is stored at least each minute."""
+        if self.is_over:
+            return self
+        if self.outcome in ("starting", "running", "stopping") and now_s - self.now_s > _SILENT_S:
+            return replace(self, is_silent=True)
+        return replace(self, now_s=max(now_s, self.now_s))
 
     def stored(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -278,7 +284,7 @@ def told_by_others(view: GangView | None, words: Iterable[Word]) -> GangView | N
         view.enter("lost", [each for each, node in enumerate(view.nodes) if each == 0 or node.state not in _GONE])
         view.add("lost", f"lost: {headline}", node=0)
         view.turn("failed", headline)
-        view.report(word.text, word.error, cause)
+        view.report(word.text, word.error, cause, view.now_s)
         view.error, view.cause, view.is_over = word.text, cause, True
     return view
 

@@ -166,7 +166,7 @@ def logs(
         kept = StoredLogs(stored, found)
         so_far = filter(is_wanted, kept.lines(is_growing=follow))
         if not printed(so_far if tail is None else deque(so_far, tail)) and tail != 0:
-            click.echo(_NO_LINE, err=True)
+            click.echo("It has printed nothing that is stored." if found.is_over else _NO_LINE, err=True)
         if follow:
             printed(filter(is_wanted, kept.follow()))
 

@@ -83,10 +83,14 @@ class Place:
 
     def sentence(self, view: GangView) -> str:
         """Return what came of a gang, and why if it failed, in one line."""
-        if self.outcome(view) != "ended":
-            return sentence(view)
+        unknown = ""
         # It is stored every few seconds, so the last of it can be missing.
-        unknown = "The task of the control node (node 0) has ended, but has not recorded how."
+        if self.outcome(view) == "ended":
+            unknown = "The task of the control node (node 0) has ended, but has not recorded how."
+        elif view.is_silent:  # as when Metaflow kills the tasks of an interrupted run
+            unknown = "Nothing is heard of this gang any more: its run may have been killed."
+        if not unknown:
+            return sentence(view)
         return f"{unknown} The last that is known, of {moment(view.began + view.now_s)}: {sentence(view)}"
 
 
