@@ -814,6 +814,7 @@ class Gang:
             self._leave_out(node, node.lost("it has left"))
         launch.again = f"all workers start again, because {FailureText(cause).who} {headline(cause.what)}"
         if is_move:
+            launch.restarts_for = None  # it is none that a user counts
             launch.again = "another program took the port of the rendezvous; all workers start again with another port"
         elif cause.category != "preempted":  # `max_restarts` does not count others
             count = launch.restarts + 1 - launch.uncounted

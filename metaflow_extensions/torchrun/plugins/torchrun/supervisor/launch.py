@@ -208,8 +208,9 @@ class NodeLaunch:
         if go.cause is not None:
             of_it = {"generation": go.generation, "cause": go.cause.as_dict()}
             self._restarts.append({**of_it, "left": list(go.left), "came": list(go.came)})
-            if self._node == CONTROL or not self._call.shares_machine:  # else the control node says it in this terminal
-                self._side.say("restart", go.again)
+        # On one machine the control node says it in the terminal of all.
+        if go.generation and go.again and (self._node == CONTROL or not self._call.shares_machine):
+            self._side.say("restart", go.again)
         if go.group is not None:
             self._call = replace(self._call, group=go.group)
         self._command, self._exit_codes = "", {}
