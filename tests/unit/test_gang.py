@@ -526,3 +526,10 @@ def test_the_cause_of_a_restart_that_never_comes_stands_once_in_the_timeline():
     gang = running(2, max_restarts=1, **ANOTHER).play("lost 1, stop 0, +301")
     assert len(gang.recorded("cause")) == 1
     assert gang.verdict(0) is not None
+
+
+def test_equal_failures_of_two_generations_are_two_reports():
+    gang = running(2, max_restarts=2)
+    for _ in range(2):
+        gang.fail(crash())
+    assert [each.generation for each in gang.state.view.reports] == [0, 1]

@@ -183,9 +183,10 @@ class GangView:
             self.left_out += 1
 
     def report(self, text: str, error: str | None, cause: Mapping[str, Any] | None, at_s: float) -> None:
-        """Keep the whole report of a failure; one that is the same as the last is not kept twice."""
+        """Keep the whole report of a failure; one of a generation is not kept twice."""
         kept = begin_of(text, _REPORT_CHARS)
-        if not self.reports or self.reports[-1].text != kept:
+        here = kept, self.launch, self.generation
+        if not self.reports or here != (self.reports[-1].text, self.reports[-1].launch, self.reports[-1].generation):
             about = self.launch, self.generation, error, None if cause is None else dict(cause)
             self.reports = [*self.reports, FailureReport(round(at_s, 3), kept, *about)][-_REPORTS:]
 
