@@ -135,7 +135,8 @@ def _only_gang(obj: Any, run: str, steps: list[str]) -> str:
         return found[0]
     if found:
         raise CommandException(f"Run {run} has several gangs. Name the step: {', '.join(f'{run}/{s}' for s in found)}.")
-    raise NotYet(f"No parallel step of run {run} has begun. It has: {', '.join(steps)}.")
+    why = "TorchrunSingleNodeMultiGPU makes none: see its card and Metaflow's `logs`"
+    raise NotYet(f"No step of run {run} with a gang has begun ({why}). It has: {', '.join(steps)}.")
 
 
 def _of_attempt(gang: StoredGang, attempt: int | None) -> StoredGang:
