@@ -12,6 +12,7 @@ def work() -> None:
 
     dist.init_process_group("gloo")
     dist.barrier()
+    note(f"rank-{dist.get_rank()}-on-{os.environ['MF_PARALLEL_NODE_INDEX']}")
     note(f"barrier-{dist.get_rank()}")
     while not os.path.exists(os.path.join(os.environ["BENCHMARK_FOLDER"], "end")):
         time.sleep(0.01)

@@ -65,6 +65,11 @@ DEFAULTS = {**THREADS, "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0
 HOOK = {"PYTHONPATH": f"{command.WORKER_HOOKS}:{command.IMPORTABLE}"}
 
 
+@pytest.mark.parametrize(("logs", "hides"), [("node", False), ("all", False), ("rank0", True)])
+def test_workers_know_where_some_ranks_are_not_shown(logs, hides):
+    assert ("TORCHRUN_HIDES" in command.agent_environment(replace(CALL, logs=logs), GO, None)) is hides
+
+
 def test_variables_of_an_outer_torchrun_are_dropped_and_those_that_look_alike_kept():
     outer = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PET_NNODES"]
     kept = {"MY_RANK": "1", "PETS": "2", "RANKS": "3", "TORCH_HOME": "/t", "PATH": "/bin"}

@@ -47,7 +47,7 @@ def test_frames_of_libraries_are_counted_and_the_users_have_their_source_lines()
     ("path", "is_own"),
     [
         ("/metaflow/model.py", True),
-        ("/work/metaflow/my/model.py", True),
+        ("/home/me/metaflow/my/model.py", True),
         ("/metaflow/metaflow/plugins/datatools/s3/s3.py", False),  # in a pod, up to 2.15
         ("/metaflow/.mf_code/metaflow/plugins/datatools/s3/s3.py", False),
         ("/metaflow/.mf_code/metaflow_extensions/other/plugins/x.py", False),

@@ -91,6 +91,7 @@ signed.__signature__ = inspect.Signature([inspect.Parameter("lr", inspect.Parame
     ("function", "arguments", "why"),
     [
         (train, {"epoch": 1}, r"train can't take .* argument 'epoch'. Did you mean epochs\? Its arguments: epochs\."),
+        (wrapper, {"lrr": 1}, r"required argument: 'lr'. It has no 'lrr'. Did you mean lr\?"),
         (train, [1, 2], "too many positional arguments"),
         (train, "--epochs 3", r"dict \(keyword arguments\) or a list"),
         (functools.partial(train, 1), [2], "too many positional arguments"),

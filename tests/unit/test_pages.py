@@ -197,6 +197,14 @@ def test_the_end_of_a_control_node_that_was_killed_is_told_by_others_or_unknown(
     assert words == [] or {"It was evicted.", "4 lost", "   0  gpu-0  4         0-1    lost"} <= {*lines}
 
 
+@pytest.mark.parametrize(("seconds", "is_said"), [(300, False), (302, True)])
+def test_a_gang_whose_workers_ran_and_of_which_nothing_is_heard_may_have_been_killed(seconds, is_said):
+    view = Story().running().at(9).view
+    sentence = place().sentence(view.at(view.now_s + seconds))
+    assert sentence.startswith("Nothing is heard of this gang any more") is is_said
+    assert ("have trained 7 s" in sentence) is is_said  # and not longer, as far as is known
+
+
 def test_what_metaflow_knows_stands_in_the_title_links_and_commands():
     view = GOLDEN["failed"][0]().view
     an_earlier = place(1, 2, typed="show", clone=("13", "9"))

@@ -179,3 +179,12 @@ def test_the_last_lines_are_those_of_all_that_is_chosen(stored, obj, root, capsy
 def test_that_nothing_is_stored_is_said_with_when_it_will_be(stored, obj, root, capsys, options):
     begin(root, "train", "4")
     assert show_logs(obj, capsys, **options) == ([], [commands._NO_LINE])
+    write(root, "train/4/0.DONE.lock")
+    assert show_logs(obj, capsys, **options) == ([], ["It has printed nothing that is stored."])
+
+
+def test_a_flow_without_a_gang_is_told_where_its_single_node_is_seen(obj, root):
+    obj.graph[1:] = []
+    begin(root, "start", "1")
+    with pytest.raises(CommandException, match="Of TorchrunSingleNodeMultiGPU, card and `logs` tell"):
+        find(obj, "100")

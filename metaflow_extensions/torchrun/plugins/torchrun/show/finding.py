@@ -130,13 +130,15 @@ def await_gang(obj: Any, named: str) -> str:
 
 def _only_gang(obj: Any, run: str, steps: list[str]) -> str:
     """Return the only step of a run that is a gang."""
-    found = [name for name in parallel_steps(obj.graph) if name in steps]
+    own = parallel_steps(obj.graph)
+    if not own:
+        raise CommandException("This flow has no gang. Of TorchrunSingleNodeMultiGPU, card and `logs` tell.")
+    found = [name for name in own if name in steps]
     if len(found) == 1:
         return found[0]
     if found:
         raise CommandException(f"Run {run} has several gangs. Name the step: {', '.join(f'{run}/{s}' for s in found)}.")
-    why = "TorchrunSingleNodeMultiGPU makes none: see its card and Metaflow's `logs`"
-    raise NotYet(f"No step of run {run} with a gang has begun ({why}). It has: {', '.join(steps)}.")
+    raise NotYet(f"No parallel step of run {run} has begun. It has: {', '.join(steps)}.")
 
 
 def _of_attempt(gang: StoredGang, attempt: int | None) -> StoredGang:

@@ -162,9 +162,11 @@ def _check_call(inner: Any, function: Any, args: Any, kwargs: Any) -> None:
             inspect.signature(function, follow_wrapped=False).bind(*args, **kwargs)
         except (TypeError, ValueError) as error:  # ValueError: a partial has arguments that the function can't take
             takes = list(inspect.signature(inner, follow_wrapped=False).parameters)
-            wrong = [name for name in kwargs if name not in takes]
-            unnamed = [f" It has no {name!r}." * (repr(name) not in str(error)) for name in wrong]
-            hint = "".join(map("".join, zip(unnamed, (did_you_mean(name, takes) for name in wrong), strict=True)))
+            hint = "".join(
+                ("" if repr(name) in str(error) else f" It has no {name!r}.") + did_you_mean(name, takes)
+                for name in kwargs
+                if name not in takes
+            )
             raise TorchrunConfigError(
                 f"The function {inner.__qualname__} can't take these entrypoint_args: {error}.{hint} Its arguments: "
                 f"{', '.join(takes) or 'none'}."
