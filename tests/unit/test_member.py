@@ -118,6 +118,17 @@ def test_the_gang_is_told_of_all_but_its_own_verdict(error, told, join):
         assert (told[2] in leave.cause.detail) is (told[0] == "step")  # of a call, the text says all
 
 
+def test_where_ctrl_c_is_ignored_sigterm_stands_for_it(join):
+    """As in the background of a script: what submits a run then sends its tasks SIGTERM."""
+    member, link = join()
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    signal.signal(signal.SIGINT, handler)
+    member.leave(KeyboardInterrupt())
+    assert [leave.cause.kind for leave in link.leaves()] == ["interrupted"]
+
+
 # --- no news is lost ------------------------------------------------------------------------------
 
 NEWS = {

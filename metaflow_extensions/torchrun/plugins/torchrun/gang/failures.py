@@ -207,8 +207,9 @@ def _class_and_text(launch: Launch, cause: Cause) -> tuple[type[LaunchFailed], F
         return LaunchFailed, FailureText(cause, after=f"\n{everywhere}; its workers had ended well. {remedy}")
     if cause.category == "preempted":
         codes = [pair for ended in launch.ended.values() for pair in ended.exit_codes.items()]
-        saved = names(sorted(rank for rank, code in codes if code == 0), "rank") or "no rank"
-        after = f"\n{everywhere}. In time, {saved} exited with code 0.\n{TorchrunPreempted.remedy}"
+        saved = sorted(rank for rank, code in codes if code == 0)
+        in_time = names(saved, "rank") if saved else "no rank"
+        after = f"\n{everywhere}. In time, {in_time} exited with code 0.\n{TorchrunPreempted.remedy}"
         return TorchrunPreempted, FailureText(cause, after=after)
     count = f" after {counted(launch.restarts, 'restart')}" if launch.restarts else ""
     # The classes are those of `restart_on`, which matters only with restarts.

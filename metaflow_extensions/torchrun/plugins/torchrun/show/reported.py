@@ -61,7 +61,7 @@ def progress(view: GangView) -> list[Part]:
 
 def _rates(rates: Mapping[str, Any]) -> str:
     slowest, by = rates["slowest"], rates["by"]
-    median = f"median of {rates['ranks']} ranks: {speed_text(rates['median'], by)}"
+    median = f"median of {rates['ranks']} ranks that report: {speed_text(rates['median'], by)}"
     return f"{median}; slowest: rank {slowest['rank']}, {speed_text(slowest['speed'], by)}"
 
 

@@ -42,7 +42,7 @@ class Signs:
     async def _run_is_gone(self, pid: int, began: str) -> None:
         """Wait for the end of the run's process: then nothing waits for this task any more, or reads its output."""
         await end_of(Other(pid, began))
-        self._side.tell_task("must_end", f"the process of the run (pid {pid}) is gone; start it again with `resume`")
+        self._side.tell_task("must_end", f"the process of the run (pid {pid}) is gone")
         await self._kill_after(_ORPHAN_S)
 
     async def _control_task_is_gone(self, pid: int, began: str) -> None:

@@ -76,6 +76,9 @@ def _is_left_to_others() -> bool:
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # it stands for Ctrl-C here: see `interrupts`
+        _on_sigint(number, frame)
+        return
     if not _members[-1].order(SIGTERM_CAME, is_now=not _is_left_to_others()):
         _restore()
         signal.raise_signal(number)
