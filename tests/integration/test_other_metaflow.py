@@ -16,7 +16,7 @@ PATH = f"{RENAMING}:{STAND_IN}"
 def test_with_torchrun_nothing_is_scheduled_and_the_error_has_the_name(run_flow):
     """A name that only a card needs, long after the workers have begun."""
     flow = run_flow(expect=1, env={"PYTHONPATH": PATH, "RENAMED": "_card_component_store"}, timeout_s=170)
-    assert "CardComponentCollector._card_component_store, which this Metaflow (" in flow.text
+    assert "component_serializer._card_component_store, which this Metaflow (" in flow.text
     assert "Metaflow 2.13 to 2.19 works" in flow.text
     assert "Workflow starting" not in flow.text
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .compat.datastore import DatastoreValues, values_at
+from .compat.datastore import DatastoreValues, open_datastore
 from .errors import TorchrunError
 from .gang.texts import counted, first_values, names, size_text
 
@@ -198,21 +198,20 @@ class Outputs:
         return {node: json.loads(self._load(self._nodes[node][0])) for node in self.nodes}
 
     @cached_property
-    def _stores(self) -> list[DatastoreValues]:
-        return list(values_at(self._datastore))
+    def _store(self) -> DatastoreValues:
+        kind, root, flow = (self._datastore[name] for name in ("type", "root", "flow"))
+        return DatastoreValues(open_datastore(kind, flow, root))
 
     def _load(self, key: str) -> bytes:
-        """Return the data of a key, from the datastore where it was stored, or else from this machine's own datastore."""
-        first: Exception | None = None
-        for store in self._stores:
-            try:
-                ((_, data),) = store.load([key])
-                return bytes(data)
-            except Exception as error:  # a missing object is a different error in each store (Metaflow 2.19)
-                first = first or error
-        where = "the {type} datastore {root}".format_map(self._datastore)
-        problem = f"{type(first).__name__}: {first}"
-        raise TorchrunError(f"Outputs could not be read from {where} ({problem}). Are they still there?") from first
+        """Return the data of a key."""
+        try:
+            ((_, data),) = self._store.load([key])
+            return bytes(data)
+        except Exception as error:  # a missing object is a different error in each store (Metaflow 2.19)
+            problem = f"{type(error).__name__}: {error}"
+            raise TorchrunError(
+                f"Outputs could not be read from {self._store.where} ({problem}). Are they still there?"
+            ) from error
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data, which are the arguments for an object that is equal."""

@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -73,7 +70,8 @@ def _make(start: Callable[..., None], flow_datastore: Any, make_ours: Make, *arg
         return
     with convenience("the gang's card"):
         facts = options["metadata_dict"] if options.get("save_metadata") else None  # from 2.19, and once
-        make_ours(CardFile(flow_datastore, uuid, name, task, facts), mode == "refresh", options["final"])
+        pathspec = f"{current.flow_name}/{task}"
+        make_ours(CardFile(flow_datastore, uuid, name, pathspec, facts), mode == "refresh", options["final"])
 
 
 @dataclass
@@ -87,13 +85,8 @@ class CardFile:
     _flow_datastore: Any  # metaflow.datastore.FlowDataStore
     uuid: str
     _name: str | None
-    _task: str  # run, step and task
+    pathspec: str  # the card's task
     facts: Any  # what is to be registered of it
-
-    @property
-    def pathspec(self) -> str:
-        """The card's task."""
-        return f"{self._flow_datastore.flow_name}/{self._task}"
 
     @property
     def _store(self) -> Any:
@@ -119,7 +112,7 @@ class CardFile:
         from metaflow.plugins.cards.metadata import _save_metadata
 
         metadata, attempt = self._flow_datastore.metadata, current.retry_count
-        _save_metadata(metadata, *self._task.split("/"), attempt, self.uuid, facts)
+        _save_metadata(metadata, *self.pathspec.split("/")[1:], attempt, self.uuid, facts)
 
 
 def take_control_task(step: str, is_control: Callable[[str], bool]) -> None:
@@ -150,20 +143,10 @@ def as_component(render: Any) -> Any:
     return with_default_component_id(render_safely(render))
 
 
-def page(pathspec: str, layout: Any, style: str, is_final: bool) -> str:
-    """Return a page in the frame of Metaflow's own cards (``card_modules/basic.py``)."""
-    from metaflow.plugins.cards.card_modules import basic, chevron
+def page(pathspec: str, shown: Mapping[str, Any], style: str, is_final: bool) -> str:
+    """Return a page as one of Metaflow's own cards, with a style besides."""
+    from metaflow.plugins.cards.card_modules.basic import BlankCard
 
-    shown = {"metadata": {"pathspec": pathspec}, "components": [layout]}
-    rendered: str = chevron.render(
-        basic.read_file(basic.RENDER_TEMPLATE_PATH),
-        {
-            "task_data": base64.b64encode(json.dumps(shown).encode()).decode(),
-            "javascript": basic.read_file(basic.JS_PATH),
-            "css": basic.read_file(basic.CSS_PATH) + style,
-            "title": pathspec,
-            "card_data_id": uuid.uuid4(),
-            "RENDER_COMPLETE": is_final,
-        },
-    )
-    return rendered
+    card, task = BlankCard({"title": shown["title"]}), SimpleNamespace(pathspec=pathspec)
+    page: str = card.render(task, shown["contents"], runtime=not is_final)
+    return page.replace("</head>", f"<style>{style}</style></head>", 1)

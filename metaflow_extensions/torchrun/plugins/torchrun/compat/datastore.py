@@ -72,15 +72,6 @@ def values_of_running_flow() -> DatastoreValues | None:
     return DatastoreValues(FlowDataStore(current.flow_name)) if is_known else None
 
 
-def values_at(address: Mapping[str, str]) -> Iterator[DatastoreValues]:
-    """Yield stores to load values from: the address itself, then this machine's own datastore of that type."""
-    kind, root, flow = (address[name] for name in ("type", "root", "flow"))
-    yield DatastoreValues(open_datastore(kind, flow, root))
-    here = open_datastore(kind, flow)
-    if here is not None and here.datastore_root != root:  # this machine has the folder at another path
-        yield DatastoreValues(here)
-
-
 # --- what a task stores -------------------------------------------------------------------------------
 
 
@@ -180,14 +171,3 @@ def datastore_of_card(flow_name: str, facts: Mapping[str, str]) -> Any:
     of_command = datastore_here()
     # A new object: the root of the command's own is now that of the cards (`card` in ``card_cli.py``).
     return of_command and FlowDataStore(flow_name, storage_impl=type(of_command._storage_impl))
-
-
-def last_attempt(flow_datastore: Any, task: tuple[str, str, str]) -> int | None:
-    """Return the last attempt of a task (run, step, task); None if none has begun."""
-    from metaflow.datastore.exceptions import DataException
-
-    try:
-        attempt: int = flow_datastore.get_task_datastore(*task, allow_not_done=True).attempt
-    except DataException:
-        return None
-    return attempt

@@ -28,18 +28,10 @@ def entry_of(graph: Any, step: str) -> tuple[bool, int | None, list[str]]:
     return bool(callers), num_nodes, foreach
 
 
-def decorators_of(step: Any) -> dict[str, dict[str, Any]]:
-    """Return the attributes of the present decorators of a step or its node, by name; some decorators are added late."""
-    return {deco.name: deco.attributes for deco in step.decorators}
-
-
 def is_on_argo(decorators: Collection[str], arguments: Sequence[str] | None = None) -> bool:
     """Return whether this process deploys a flow on Argo Workflows, or is a task there, by the names of its decorators."""
-    words = list(sys.argv if arguments is None else arguments)
-    command = "argo-workflows"
-    # The value of an option, such as a tag, may be that word, too; then another command follows.
-    is_command = command in words and "create" in words[words.index(command) :]
-    return is_command or "argo_workflows_internal" in decorators  # so in 2.13 to 2.19
+    words = set(sys.argv if arguments is None else arguments)  # of which the first may be a tag
+    return {"argo-workflows", "create"} <= words or "argo_workflows_internal" in decorators  # so in 2.13 to 2.19
 
 
 def parallel_steps(graph: Any) -> list[str]:

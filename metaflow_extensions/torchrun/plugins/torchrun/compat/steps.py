@@ -98,8 +98,7 @@ def num_parallel(flow: Any) -> int:
 
     Metaflow (2.19) takes any number, and ignores one below 1.
     """
-    count = getattr(flow, "_parallel_ubf_iter", None)
-    count = None if count is None else count.num_parallel
+    count = getattr(getattr(flow, "_parallel_ubf_iter", None), "num_parallel", None)
     if type(count) is not int:
         raise ValueError("is below 1" if count is None else f"is {count!r}")
     return count

@@ -28,14 +28,14 @@ class GangCard(cards.MetaflowCard):  # type: ignore[misc]  # Metaflow is not typ
 
     def render(self, task: Any) -> str:
         """Return the page from the stored records of a task, or that there are none."""
-        from ..compat.datastore import datastore_of_card, last_attempt
-        from ..registry import Registry
+        from ..compat.datastore import datastore_of_card
+        from .stored_gangs import StoredGangs
 
         flow, run, step, name = task.pathspec.split("/")
         datastore = datastore_of_card(flow, task.metadata_dict)
-        attempt = datastore and last_attempt(datastore, (run, step, name))
-        view = None if attempt is None else Registry(datastore, run, step, name, attempt).load_view()
-        return page_of_gang(task.pathspec, view, True)
+        stored = datastore and StoredGangs(datastore)
+        found = [gang for gang in (stored and stored.gangs(run, step)) or () if gang.control_task == name]
+        return page_of_gang(task.pathspec, stored.registry(found[0]).load_view() if found else None, True)
 
 
 def page_of_gang(pathspec: str, view: GangView | None, is_final: bool) -> str:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..compat.graph import LintWarn, decorators_of, first_plain_step, sources_of_steps
+from ..compat.graph import LintWarn, first_plain_step, sources_of_steps
 from ..compat.steps import flow_folder
 from ..parsing import did_you_mean
 from ..run_arguments import KNOWN, instead_of
@@ -49,7 +49,8 @@ def check_source(graph: Any) -> None:
             if given.arg and given.arg not in KNOWN:
                 hint = f"{given.arg}=...), which has no argument {given.arg}.{instead_of(given.arg)}"
                 raise LintWarn(f"Step *{step}* calls current.torch.run({hint}", given.lineno, path)
-        _tell_missing_scripts(step, decorators_of(graph[step])["torchrun"], calls)
+        own = next(deco.attributes for deco in graph[step].decorators if deco.name == "torchrun")
+        _tell_missing_scripts(step, own, calls)
 
 
 def _tell_missing_scripts(step: str, attributes: dict[str, Any], calls: list[ast.Call]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..compat.graph import decorators_of, entry_of, is_on_argo
+from ..compat.graph import entry_of, is_on_argo
 from ..compat.jobs import bring_pods_again
 from ..errors import TorchrunConfigError
 from ..gang.launch import GONE
@@ -33,7 +33,9 @@ class Submission:
         """
         if not self._is_gang:
             return
-        decorators, count = decorators_of(getattr(self._flow, self._step)), num_nodes or self._num_nodes
+        # The present ones: some are added late.
+        decorators = {deco.name: deco.attributes for deco in getattr(self._flow, self._step).decorators}
+        count = num_nodes or self._num_nodes
         if count is not None:
             check_spares(self._settings, count, self._step)
         for why in self._wrong(decorators, count, is_run):
