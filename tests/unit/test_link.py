@@ -12,7 +12,7 @@ from unit_helpers import HANG_S, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Leave
-from metaflow_extensions.torchrun.plugins.torchrun.machine.packets import PACKET_BYTES, Packets, packets
+from metaflow_extensions.torchrun.plugins.torchrun.machine.packets import MOST_BYTES, Packets, packets
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import gang_store
 from metaflow_extensions.torchrun.plugins.torchrun.task.cards import Cards
@@ -37,7 +37,7 @@ def supervisor_of(control):
 def test_frames_of_any_length_arrive_whole_and_in_any_mixture():
     """A signal handler sends one in the midst of another's packets."""
     chance = random.Random(7)
-    values = [["x" * chance.choice([0, 5, PACKET_BYTES, 3 * PACKET_BYTES]), number] for number in range(20)]
+    values = [["x" * chance.choice([0, 5, MOST_BYTES, 3 * MOST_BYTES]), number] for number in range(20)]
     left = [packets(number, value) for number, value in enumerate(values)]
     come, found = Packets(), []
     while left := [each for each in left if each]:

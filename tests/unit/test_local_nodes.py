@@ -14,6 +14,7 @@ def test_a_node_that_writes_its_last_lines_has_its_time_after_one_that_is_lost(m
     """The lost one may hold the turn until it is killed."""
     sleep = [sys.executable, "-I", "-S", "-c", "import sys, time; time.sleep(float(sys.argv[1]))"]
     lost, writing = (subprocess.Popen([*sleep, seconds]) for seconds in ("600", "2"))
-    monkeypatch.setattr(local_nodes, "has_unread", lambda: is_running(writing.pid))
+    monkeypatch.setattr(local_nodes, "is_pipe", lambda fd: is_running(writing.pid))
+    monkeypatch.setattr(local_nodes, "unread_bytes", lambda fd: 1)
     local_nodes.stop([lost, writing], 0.5, {1: Presence.OUT, 2: Presence.GONE})
     assert (lost.wait(), writing.wait()) == (-signal.SIGKILL, 0)

@@ -48,7 +48,7 @@ def test_a_notice_is_passed_on_once(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_LOOK_S", 0.01)
     path, looks, told, loop = tmp_path / "notice", [], [], Loop()
     monkeypatch.setattr(module, "told_to_stop", lambda shell: looks.append(shell))
-    here = processes.Other(os.getpid(), processes.began(os.getpid()))
+    here = processes.Process(os.getpid(), processes.began(os.getpid()))
     about = {**signs({}, 1.0, None, 1), "looks": True, "notice_file": str(path), "shell": 77}
     side = SimpleNamespace(tell_task=lambda what, why: told.append(why))
     looking = InLoop(loop, lambda: Signs(here, about, side))

@@ -1,6 +1,5 @@
 """The step's @timeout: when it ends a gang, and that Metaflow's alarm waits meanwhile."""
 
-import os
 import signal
 import time
 from types import SimpleNamespace
@@ -52,9 +51,6 @@ def test_metaflows_alarm_is_off_while_a_gang_within_the_step_has_its_time():
         assert rules == {}
 
 
-def test_a_pod_is_as_old_as_its_first_process_or_as_what_was_made_with_it(tmp_path):
-    here = pods.age_s(first_process=os.getpid())
-    assert 0 < here < 3600
-    assert pods.age_s(first_process=os.getppid()) >= here
-    assert pods.age_s(str(tmp_path), 2**22 + 1) == 0, "a file of the image's says nothing"
-    assert pods.age_s("/proc", 2**22 + 1) > 0
+def test_a_pod_is_as_old_as_what_was_made_with_it(tmp_path):
+    assert pods.age_s(str(tmp_path)) == 0, "a file of the image's says nothing"
+    assert pods.age_s("/proc") > 0

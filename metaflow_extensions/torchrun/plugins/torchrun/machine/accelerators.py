@@ -23,7 +23,6 @@ from .processes import read
 NEURON_CORES_PER_DEVICE = 2
 
 _NAME_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")  # of two the first counts
-_REMOTE_DECORATORS = ("kubernetes", "batch")
 # Resource names of Kubernetes device plugins (NVIDIA, AMD, Intel); MIG slices are nvidia.com/mig-*.
 _GPU_RESOURCE = re.compile(r"^(nvidia\.com/(gpu|mig-.+)|amd\.com/gpu|gpu\.intel\.com/.+|habana\.ai/gaudi)(\.shared)?$")
 _NEURON_RESOURCE = {"aws.amazon.com/neuron": NEURON_CORES_PER_DEVICE, "aws.amazon.com/neuroncore": 1}
@@ -93,28 +92,25 @@ def requested_accelerators(decorators: Iterable[tuple[str, Mapping[str, Any]]]) 
     the larger counts (``metaflow.plugins.aws.aws_utils.compute_resource_attributes``, 2.19).
     """
     by_name = dict(decorators)
-    compute = next((name for name in _REMOTE_DECORATORS if name in by_name), None)
+    compute = next((name for name in ("kubernetes", "batch") if name in by_name), None)
     if compute is None:
         return None
     attributes, resources = by_name[compute], by_name.get("resources", {})
     for key, cores in (("trainium", NEURON_CORES_PER_DEVICE), ("inferentia", NEURON_CORES_PER_DEVICE), ("gpu", 1)):
-        count = max(_count(attributes.get(key), compute, key), _count(resources.get(key), "resources", key))
-        if count:
+        count = max(_count(attributes.get(key)), _count(resources.get(key)))
+        if count > 0:
             each = f" of {cores} cores" if cores > 1 else ""
             return Nproc(count * cores, f"@{compute} requests {key}={count}{each}")
     for key, value in (attributes.get("extended_resources") or {}).items():
         cores = 1 if _GPU_RESOURCE.match(key) else _NEURON_RESOURCE.get(key, 0)
-        if cores and (count := _count(value, compute, f"extended_resources[{key!r}]")):
+        if cores and (count := _count(value)) > 0:
             return Nproc(count * cores, f"@{compute} requests {key}={count}")
     return None
 
 
-def _count(value: Any, decorator: str, key: str) -> int:
-    with suppress(TypeError, ValueError):
-        number = float(value or 0)  # Metaflow merges counts as floats and writes them back as text: "2.0"
-        if number.is_integer() and number >= 0:
-            return int(number)
-    raise TorchrunConfigError(f"@{decorator}({key}={value!r}): the number of accelerators must be a whole number.")
+def _count(value: Any) -> int:
+    """Return a number of accelerators as Metaflow takes it, which merges them as floats and writes them as text: "2.0"."""
+    return int(float(value or 0))
 
 
 def this_machine(nodes_here: int = 1, node_here: int = 0) -> Machine:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-STUCK_S = 5.0  # a job that takes longer is told of
+STUCK_S = 5.0  # for what a disk that works has at once
 _MOMENT_S = 0.2  # more than an answer takes; only a job that hangs costs its caller so much
 
 
@@ -19,8 +19,7 @@ class Aside:
     """Does one job at a time, in a daemon thread. Who calls it goes on without the job while another one hangs."""
 
     def __init__(self, name: str = "torchrun-files") -> None:
-        self._name = name
-        self._job, self._stuck_at = Future[Any](), 0.0
+        self._name, self._job = name, Future[Any]()
         self._job.set_result(None)
 
     def begin(self, work: Callable[..., T], *args: Any) -> Future[T] | None:
@@ -39,7 +38,7 @@ class Aside:
             threading.Thread(target=do, name=self._name, daemon=True).start()
         except RuntimeError:
             return None
-        self._job, self._stuck_at = job, time.monotonic() + STUCK_S
+        self._job = job
         wait([job], _MOMENT_S)
         return job
 
@@ -52,9 +51,3 @@ class Aside:
             await asyncio.sleep(_MOMENT_S)
             job = job or self.begin(work, *args)
         return job.result()
-
-    def is_stuck(self) -> bool:
-        """Return whether a job has taken `STUCK_S`, once for each job."""
-        is_stuck = not self._job.done() and time.monotonic() >= self._stuck_at
-        self._stuck_at = float("inf") if is_stuck else self._stuck_at
-        return is_stuck

@@ -25,8 +25,6 @@ _WAITING = re.compile(
 )
 # faulthandler writes no other characters than ASCII (_Py_DumpASCII in Python/traceback.c, CPython 3.11).
 _ESCAPED = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U00(0[0-9a-f]|10)[0-9a-f]{4})")
-_CUT = re.compile(r"^  \.\.\.$", re.MULTILINE)  # faulthandler's end of a stack of more than 100 frames
-_FIRST, _LAST = 20, 5  # so many of the user's own frames are shown
 
 
 SourceLine: TypeAlias = Callable[[str, int], str]
@@ -68,13 +66,8 @@ class _Frame(NamedTuple):
 
 
 def unescaped(text: str) -> str:
-    """Return a text of faulthandler with the printable characters that it has escaped."""
-
-    def char(match: re.Match[str]) -> str:
-        found = match[0].encode().decode("unicode_escape")
-        return found if found.isprintable() else match[0]  # not what steers a terminal or begins a line
-
-    return _ESCAPED.sub(char, text)
+    """Return a text of faulthandler with the characters that it has escaped, but for what would steer a terminal."""
+    return _ESCAPED.sub(lambda each: char if (char := chr(int(each[0][2:], 16))).isprintable() else each[0], text)
 
 
 def without_stack(problem: str) -> Found:
@@ -93,10 +86,9 @@ def read(stack: str, line_of: SourceLine = lambda path, number: "") -> Found:
     # A module's `forward` that calls torch's says nothing more.
     where = own.where if inner == own.function else f"{own.where} (in {inner})"
     line = own.source(line_of)
-    short = _short(frames, line_of) + ("\n(no more frames are known: Python writes 100)" if _CUT.search(stack) else "")
     # A wait for an asynchronous operation is in C++, below the user's own line.
     waits = bool(_WAITING.search(frames[0].path)) or (frames[0] is own and ".wait(" in line)
-    return Found(where, mark, stack, line, short, waits)
+    return Found(where, mark, stack, line, _short(frames, line_of), waits)
 
 
 def begin_of(text: str, limit: int) -> str:
@@ -116,9 +108,6 @@ def _short(frames: list[_Frame], line_of: SourceLine) -> str:
             told.append(f"({count}, innermost {group[0].where})")
     if len(told) > 1 and not frames[-1].is_own:
         told.pop()  # they start the program
-    more = len(told) - _FIRST - _LAST
-    if more > 0:
-        told = [*told[:_FIRST], f"({more} more such lines)", *told[-_LAST:]]
     return "\n".join(told)
 
 

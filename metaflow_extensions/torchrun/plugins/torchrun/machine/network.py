@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import ipaddress
+import resource
 import socket
 import struct
 from collections.abc import Iterable
@@ -12,8 +12,7 @@ from contextlib import suppress
 
 from .processes import open_files, read
 
-# What bind says of a port that this process can't have, as opposed to a family that the host lacks.
-_PORT_TAKEN = (errno.EADDRINUSE, errno.EACCES)
+_OWN_FILES = 256  # what a supervisor may open besides connections
 _SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>: the IPv4 address of a named interface
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -24,14 +23,20 @@ def listening_socket(port: int, host: str = "", backlog: int | None = None) -> s
     torch's TCPStore binds in the same way (2.13). Port 0 lets the kernel choose one.
     """
     if not host and socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
-        except OSError as error:
-            if error.errno in _PORT_TAKEN:
-                raise  # taken for IPv6 only: then no node could connect by IPv6
-            # IPv6 can be compiled in and switched off
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=backlog)
+
+
+def room_for_connections(needed: int, more: int) -> int:
+    """Return how many connections there is room for: those needed and some more, as far as files may be open.
+
+    The soft limit of open files is raised if it is too low for them, at most to the hard one.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(soft, min(hard, needed + more + _OWN_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return min(most - _OWN_FILES, needed + more)
 
 
 def pick_port(pinned: int | None = None) -> int | None:
@@ -39,13 +44,9 @@ def pick_port(pinned: int | None = None) -> int | None:
 
     Another process can take the port before it is used; so callers must be ready to ask again.
     """
-    try:
-        with listening_socket(pinned or 0) as probe:
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        if error.errno in _PORT_TAKEN:
-            return None
-        raise
+    with suppress(OSError), listening_socket(pinned or 0) as probe:
+        return int(probe.getsockname()[1])
+    return None
 
 
 def interface_of(address: str) -> str | None:

@@ -11,34 +11,21 @@ import struct
 from typing import Any
 
 _HEAD = struct.Struct(">I?")  # the number of the frame, and whether this is its last packet
-PACKET_BYTES = 64 * 1024
-"""A packet has no more of a frame; the smallest buffer of a socket on Linux that anybody uses holds it."""
-MOST_BYTES = PACKET_BYTES + _HEAD.size
-"""A packet has no more bytes."""
+MOST_BYTES = 64 * 1024
+"""A packet has no more bytes; the smallest buffer of a socket on Linux that anybody uses holds it."""
 
 
 def dump(value: Any) -> bytes:
     """Return plain data as JSON."""
     # As they are, characters take four bytes at most; escaped, an emoji takes twelve. Half of a surrogate pair, as
-    # file names can hold it, is no UTF-8; `load` takes it back as it was.
+    # file names can hold it, is no UTF-8; `json.loads` takes it back as it was.
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-
-
-def load(data: bytes) -> Any:
-    """Return what `dump` was given; raise ValueError for anything else."""
-    try:
-        return json.loads(data)
-    except RecursionError:
-        raise ValueError("a frame must not be nested so deeply") from None
 
 
 def packets(number: int, value: Any) -> list[bytes]:
     """Return the packets of plain data, each with the `number` of its frame."""
-    data = dump(value)
-    return [
-        _HEAD.pack(number, at + PACKET_BYTES >= len(data)) + data[at : at + PACKET_BYTES]
-        for at in range(0, len(data), PACKET_BYTES)
-    ]
+    data, size = dump(value), MOST_BYTES - _HEAD.size
+    return [_HEAD.pack(number, at + size >= len(data)) + data[at : at + size] for at in range(0, len(data), size)]
 
 
 class Packets:
@@ -52,4 +39,4 @@ class Packets:
         number, is_last = _HEAD.unpack_from(packet)
         parts = self._parts.setdefault(number, [])
         parts.append(packet[_HEAD.size :])
-        return load(b"".join(self._parts.pop(number))) if is_last else None
+        return json.loads(b"".join(self._parts.pop(number))) if is_last else None

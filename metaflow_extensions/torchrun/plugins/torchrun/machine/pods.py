@@ -12,10 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from .processes import find, has_signal
-
-# containerd, CRI-O and Docker write this file anew for each pod, before its image is pulled, and mount it.
-_MADE_WITH_IT = "/etc/hostname"
+from .processes import has_signal
 
 
 def why_it_waits(node: int, environ: Mapping[str, str] = os.environ) -> str:
@@ -38,13 +35,10 @@ def told_to_stop(shell: int) -> str | None:
     return "its pod got SIGTERM (it is deleted, evicted or over its time limit, or its machine drained)"
 
 
-def age_s(made_with_it: str = _MADE_WITH_IT, first_process: int = 1) -> float:
+def age_s(made_with_it: str = "/etc/hostname") -> float:
     """Return the age of this pod or container in seconds; 0 where the system does not say."""
-    ages = [0.0]
-    if (first := find(first_process)) is not None:
-        ticks = int(first.began) / os.sysconf("SC_CLK_TCK")
-        ages.append(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks)
+    # containerd, CRI-O and Docker write this file anew for each pod, before its image is pulled, and mount it.
     with suppress(OSError):
         if os.path.ismount(made_with_it):  # else it is the image's
-            ages.append(time.time() - os.stat(made_with_it).st_mtime)
-    return max(ages)
+            return max(0.0, time.time() - os.stat(made_with_it).st_mtime)
+    return 0.0

@@ -6,9 +6,8 @@ It is read from ``/proc`` (see proc(5)). Standard library only, and little of it
 from __future__ import annotations
 
 import os
-import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -18,15 +17,33 @@ HELPERS: set[int] = set()
 
 
 class Process(NamedTuple):
-    """One line of the process table."""
+    """One process, named by pid and start time: the kernel reuses pids. The rest is as it was when it was found."""
 
     pid: int
-    parent: int
+    began: str  # its start time
+    parent: int = 0
     # False as for waitid(2) and a pidfd: no thread is left. As long as another one than the main thread runs, or frees
     # memory, the process has its memory, ports and devices, and no exit code.
-    is_alive: bool
-    began: str = ""  # its start time. Pid and start time together name one process: the kernel reuses pids
+    is_alive: bool = True
     status: int | None = None  # the exit code of a dead process, negative for a signal; None if it can't be known
+
+    def now(self) -> Process | None:
+        """Return the same process as it is now; None if it is gone and reaped."""
+        now = find(self.pid)
+        return now if now is not None and now.began == self.began else None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended; also true for dead processes that are not reaped."""
+        now = self.now()
+        return now is None or not now.is_alive
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end, or so long; return whether it has ended."""
+        deadline = time.monotonic() + timeout_s
+        while not self.has_ended and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return self.has_ended
 
 
 def read(path: str) -> str:
@@ -45,7 +62,7 @@ def find(pid: int) -> Process | None:
     state, parent, threads, began, code = fields[0], int(fields[1]), fields[17], fields[19], fields[49]
     is_alive = state not in ("Z", "X") or threads not in ("0", "1")
     is_known = state == "Z" and not is_alive
-    return Process(pid, parent, is_alive, began, os.waitstatus_to_exitcode(int(code)) if is_known else None)
+    return Process(pid, began, parent, is_alive, os.waitstatus_to_exitcode(int(code)) if is_known else None)
 
 
 def began(pid: int) -> str:
@@ -63,7 +80,7 @@ def children(parent: int | None = None, of_main_thread: bool = False) -> list[in
     parent = parent or os.getpid()
     tasks = f"/proc/{parent}/task"
     if os.path.exists(f"{tasks}/{parent}/children"):
-        threads = [str(parent)] if of_main_thread else _names(tasks)
+        threads = [str(parent)] if of_main_thread else os.listdir(tasks)
         return [int(pid) for thread in threads for pid in read(f"{tasks}/{thread}/children").split()]
     return [process.pid for process in _table() if process.parent == parent]
 
@@ -95,22 +112,9 @@ def reap() -> Iterator[tuple[int, int]]:
 
 
 def _table() -> Iterator[Process]:
-    for name in _names("/proc"):
+    for name in os.listdir("/proc"):
         if name.isdigit() and (process := find(int(name))) is not None:
             yield process
-
-
-def _names(folder: str) -> list[str]:
-    with suppress(OSError):
-        return os.listdir(folder)
-    return []
-
-
-def command_line(pid: int) -> list[str]:
-    """Return the argv of a process; empty if it is gone."""
-    with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-        return [os.fsdecode(word) for word in file.read().split(b"\0")[:-1]]
-    return []
 
 
 def status(pid: int) -> dict[str, str]:
@@ -126,59 +130,23 @@ def has_signal(pid: int, field: str, number: int) -> bool:
 
 def open_files(pid: int) -> Iterator[tuple[str, str]]:
     """Yield a path of each open file of a process, and what that is, such as ``socket:[7]``."""
-    for number in _names(f"/proc/{pid}/fd"):
-        with suppress(OSError):  # closed meanwhile
-            path = f"/proc/{pid}/fd/{number}"
-            yield path, os.readlink(path)
+    with suppress(OSError):  # the process is gone, or another user's
+        for path in [f"/proc/{pid}/fd/{number}" for number in os.listdir(f"/proc/{pid}/fd")]:
+            with suppress(OSError):  # closed meanwhile
+                yield path, os.readlink(path)
 
 
 def open_pidfd(pid: int) -> int | None:
-    """Return a pidfd, or None. Raises ProcessLookupError if it is gone.
+    """Return a pidfd; None if the process is gone, or there are no pidfds.
 
-    Linux has it since 5.3, and some Pythons lack the name, such as uv's (python-build-standalone, in July 2026).
+    Linux has them since 5.3, and some Pythons lack the name, such as uv's (python-build-standalone, in July 2026).
     """
-    try:
+    with suppress(OSError, AttributeError):
         return os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise
-    except (OSError, AttributeError):
-        return None
-
-
-class Other:
-    """A process that need not be a child of this one, so that wait(2) can't report its end."""
-
-    def __init__(self, pid: int, since: str) -> None:
-        self.pid = pid
-        self.began = since  # as `Process.began`; so it is not taken for one that gets its number later
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it has ended; also true for dead processes that are not reaped."""
-        now = find(self.pid)
-        return now is None or not now.is_alive or now.began != self.began
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for its end, or so long; return whether it has ended."""
-        deadline = time.monotonic() + timeout_s
-        while not self.has_ended and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        return self.has_ended
-
-    def send_signal(self, number: int) -> None:
-        """Signal it, if it is still there."""
-        if not self.has_ended:
-            send_signal(self.pid, number)
+    return None
 
 
 def send_signal(pid: int, number: int) -> None:
     """Signal a process, if it is still there."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-
-
-def kill(roots: Iterable[int]) -> None:
-    """Kill processes and what descends from them."""
-    for root in roots:
-        for pid in [*living_descendants(root), root]:
-            send_signal(pid, signal.SIGKILL)

@@ -22,9 +22,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 _READER_PATIENCE_S = 0.05  # for a reader that takes nothing, before the last line of a text
-_LOOK_S = 0.001  # the longest pause between two looks at a reader
-_FIRST_LOOK_S = 0.00005  # at a reader, who may be fast; each pause is twice as long as the one before
+_LOOK_S = 0.0003  # between two looks at a reader, who may be fast
 _OTHERS_S = 0.001  # in which another node can take its turn: the kernel alone gives none to who waits
+
+
+def file_of(fd: int) -> tuple[int, int] | None:
+    """Return which file a descriptor refers to; None for one that is closed."""
+    with suppress(OSError):
+        status = os.fstat(fd)
+        return status.st_dev, status.st_ino
+    return None
 
 
 def is_pipe(fd: int) -> bool:
@@ -39,11 +46,6 @@ def unread_bytes(fd: int) -> int:
     with suppress(OSError):  # closed meanwhile
         return int(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0"))[0])
     return 0
-
-
-def has_unread() -> bool:
-    """Return whether the reader of this process's pipes has not taken all that it and others have written."""
-    return any(is_pipe(fd) and unread_bytes(fd) for fd in (1, 2))
 
 
 def await_room(fd: int, timeout_s: float | None = None) -> bool:
@@ -94,11 +96,10 @@ def _write_all(fd: int, data: bytes, wait: Callable[[int], object]) -> None:
 
 def _await_reader(fd: int) -> None:
     """Wait until the pipe is empty, as long as its reader goes on reading."""
-    least, deadline, pause_s = sys.maxsize, 0.0, _FIRST_LOOK_S
+    least, deadline = sys.maxsize, 0.0
     while unread := unread_bytes(fd):
         if unread < least:
             least, deadline = unread, time.monotonic() + _READER_PATIENCE_S
         if time.monotonic() >= deadline:
             return
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LOOK_S)
+        time.sleep(_LOOK_S)

@@ -18,9 +18,9 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 from ..machine import processes
-from ..machine.looks import WATCH_S, until_look
 from ..machine.processes import send_signal
 from ..worker.spare_process import Spare, StartCold
+from .ends import WATCH_S, until_look
 
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
 _HALT_S = 1.0  # Python heeds a signal within milliseconds, but not while it waits in torch's C++ code
@@ -183,7 +183,8 @@ class AgentProcess:
                 status = self._agent.returncode
                 self._read_news()
                 self._on_event(AgentEnded(status, time.monotonic()))
-                left = [f"{pid} ({' '.join(processes.command_line(pid))[:200]})" for pid in self._tree()]
+                words = ((pid, processes.read(f"/proc/{pid}/cmdline").split("\0")) for pid in self._tree())
+                left = [f"{pid} ({' '.join(argv).strip()[:200]})" for pid, argv in words]
                 grace_s = _STRAGGLER_GRACE_S if status == 0 else self._options.grace_s
                 self._deadline = time.monotonic() + grace_s
             await self._stop()
@@ -307,10 +308,9 @@ class AgentProcess:
 
     def _observe(self, pid: int) -> None:
         """Have the end of a process wake us, by a pidfd. Without one the agent tells of a worker's, and we reap."""
-        with suppress(ProcessLookupError):  # torchrun has reaped it, and tells us
-            handle = processes.open_pidfd(pid)
-            if handle is not None:
-                self._wake_by(handle, self._has_ended, handle, pid)
+        handle = processes.open_pidfd(pid)
+        if handle is not None:  # else torchrun may have reaped it, and tells us
+            self._wake_by(handle, self._has_ended, handle, pid)
 
     def _has_ended(self, pidfd: int, pid: int) -> None:
         self._close(pidfd)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import json
 import random
 import secrets
 import struct
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Collection
 
 from ..gang.messages import Beat, Message, from_wire, to_wire
-from ..machine.packets import dump, load
+from ..machine.packets import dump
 
 LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 1024 * 1024
@@ -110,7 +111,7 @@ class Connection(asyncio.Protocol):
                     return message
                 if self._beat_at == _NEVER:
                     self.write(BEAT)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self.abort(f"its connection was closed, because a message on it could not be read: {error}")
         return None
 
@@ -238,7 +239,7 @@ def encode(message: Message) -> bytes:
 
 def decode(data: bytes) -> Message:
     """Return the message of a frame, which is given without its length; raise ValueError if it is none."""
-    value = load(data)
+    value = json.loads(data)
     if not isinstance(value, dict):
         raise ValueError("a frame must hold a JSON object")
     return from_wire(value)

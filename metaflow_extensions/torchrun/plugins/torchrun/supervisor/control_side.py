@@ -21,13 +21,11 @@ from ..gang.gang import Gang, Outgoing
 from ..gang.messages import CONTROL, Abort, Join, Lines, Message
 from ..gang.policy import Rules
 from ..gang.wire import Plain
-from ..machine.looks import until_look
-from ..machine.network import listening_socket, pick_port
-from ..machine.open_files import room_for_connections
+from ..machine.network import listening_socket, pick_port, room_for_connections
 from ..machine.pods import why_it_waits
-from ..machine.processes import Other, send_signal
+from ..machine.processes import Process, send_signal
 from .connection import BEATS, Connection, close_all, encode
-from .ends import Held, end_of
+from .ends import Held, end_of, until_look
 from .output import Output, Send
 from .relay import Relay
 from .side import Side
@@ -67,7 +65,7 @@ class ControlSide(Side):
         self.gang = Gang(num_nodes, pick_port, self._rules)
         self._relay = Relay(output)
         self._work = Held()  # follows tasks, and serves connections
-        self._others: dict[int, Other] = {}  # on a local run, the tasks of the other nodes
+        self._others: dict[int, Process] = {}  # on a local run, the tasks of the other nodes
         self._killed_at: dict[int, float] = {}  # when those are killed without which the gang goes on
         self._server: asyncio.Server | None = None  # listens for members
         self._places = 0  # for connections
@@ -113,10 +111,10 @@ class ControlSide(Side):
     def follow(self, tasks: list[tuple[int, int, str]]) -> None:
         """Tell the gang when the tasks of other nodes end, each a node's index, its pid, and when it began."""
         for node, pid, began in tasks:
-            task = self._others[node] = Other(pid, began)
+            task = self._others[node] = Process(pid, began)
             self._work.begin(self._follow(node, task))
 
-    async def _follow(self, node: int, task: Other) -> None:
+    async def _follow(self, node: int, task: Process) -> None:
         self.gone(node, f"its task {await end_of(task)}")
 
     async def request(self, asked: str) -> Plain | None:

@@ -18,7 +18,6 @@ from ..events import label
 from ..gang.cause import Cause, Failure, describe_exit, first_failure, signal_name
 from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Report, Stop
 from ..gang.wire import Plain
-from ..machine.aside import STUCK_S
 from .agent import (
     AgentEnded,
     AgentEvent,
@@ -122,7 +121,6 @@ class Generation:
             self._obey(news)
         elif isinstance(news, Ask) and news.generation == self._go.generation:
             self._answers.begin(self._tell("stacks", answer(self._workers, news.asked)))
-        self._tell_of_disk()
         if not self._is_stopping or failed:
             self._report_signs()
         for kind, observer in list(self._observers.items()):
@@ -178,7 +176,6 @@ class Generation:
     async def finish(self) -> Ended:
         """Read the last output of workers that have ended, tell the gang of it, and return how they did."""
         trained_alone, _ = await asyncio.gather(self._workers.trained_alone(), self._tell_last_progress())
-        self._tell_of_disk()
         await self.close()
         call, ok = self._call, self._ended_well
         if self._left:
@@ -230,11 +227,6 @@ class Generation:
                 self._report(kind, {})
                 if kind == "started" and self._warm is not None and self._go.generation < self._go.max_restarts:
                     self._warm.prepare()
-
-    def _tell_of_disk(self) -> None:
-        if self._workers.files.is_stuck():
-            text = f"the disk of {self._workers.folder} has not answered for {STUCK_S:g} s; until it does, there are no new"
-            self._side.say("note", f"{text} metrics, and of a failure only the exit code is known")
 
     # --- what its agent tells -------------------------------------------------------------------
 

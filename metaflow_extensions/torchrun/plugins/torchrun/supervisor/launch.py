@@ -19,12 +19,12 @@ from ..gang.cause import Cause, Failure, cause_of, failure_of
 from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Ready, Report, Stop, Store, Verdict, to_wire
 from ..gang.texts import counted, duration, headline
 from ..machine.aside import Aside
-from ..machine.looks import until_look
 from .agent import AgentProcess
 from .call import Call, Outcome
 from .command import bracketed
 from .commands import Commands
 from .endings import Broken, GivenUp, MustEnd, preempted
+from .ends import until_look
 from .generation import AGENT_NAME, Generation
 from .pipes import Write
 from .side import Side

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 
-from ..machine.looks import until_look
 from ..machine.streams import unread_bytes
+from .ends import until_look
 from .lines import LineSplitter
 
 AGENT = "agent"

@@ -24,10 +24,9 @@ from ..events import Event
 from ..gang.messages import CONTROL, Abort, Farewell, Leave, from_wire
 from ..gang.wire import to_plain
 from ..machine import processes
-from ..machine.looks import WATCH_S, until_look
 from .control_side import ControlSide
 from .endings import MustEnd
-from .ends import Held, end_of
+from .ends import WATCH_S, Held, end_of, until_look
 from .launches import Launches
 from .member_side import MemberSide
 from .output import Output
@@ -47,7 +46,7 @@ def main(between: int) -> int:
     """Serve one task, until it lets go or is gone; `between` is the pid of this process's parent, which may be gone, too."""
     pid, began = sys.argv[1:]
     linux.adopt_orphans()
-    task, link = processes.Other(int(pid), began), socket.socket(fileno=os.dup(0))
+    task, link = processes.Process(int(pid), began), socket.socket(fileno=os.dup(0))
     loop = asyncio.SelectorEventLoop()
     asyncio.set_event_loop(loop)
     # The loop is never closed: that would wait for threads in which names are looked up. The process ends anyway.
@@ -58,7 +57,7 @@ def main(between: int) -> int:
 class Supervisor:
     """Serves one task. Everything in this process runs in one loop."""
 
-    def __init__(self, task: processes.Other, own: socket.socket, between: int) -> None:
+    def __init__(self, task: processes.Process, own: socket.socket, between: int) -> None:
         self._task, self._between = task, between
         self._is_over = asyncio.Event()  # the task lets go, is gone, or can't be served any more
         self._is_released = False  # the task lets go
@@ -211,8 +210,8 @@ class Supervisor:
     def _how_it_ended(self) -> str:
         if not self._task.has_ended:
             return "its task has closed the connection to its supervisor process"
-        task = processes.find(self._task.pid)
-        status = task.status if task is not None and task.began == self._task.began else None
+        task = self._task.now()
+        status = None if task is None else task.status
         # None: somebody has reaped it already, as a container's shell does.
         if status is None and not self._faults[0].is_out_of_memory(-signal.SIGKILL):
             return "its task ended unexpectedly; its exit code could not be read any more"

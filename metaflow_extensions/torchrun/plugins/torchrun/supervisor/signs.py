@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..machine.pods import told_to_stop
-from ..machine.processes import Other
+from ..machine.processes import Process, send_signal
 from .control_side import ControlSide
 from .ends import Held, end_of
 from .member_side import MemberSide
@@ -21,12 +21,7 @@ _ORPHAN_S = 1.5  # for a task whose run is gone to end by itself; its output has
 class Signs:
     """Looks for them for one task, `about` as `task/signs` tells it; the task hears why it must end."""
 
-    def __init__(
-        self,
-        task: Other,
-        about: Mapping[str, Any],
-        side: ControlSide | MemberSide,
-    ) -> None:
+    def __init__(self, task: Process, about: Mapping[str, Any], side: ControlSide | MemberSide) -> None:
         self._task, self._about, self._side = task, about, side
         starters = {"run": self._run_is_gone, "control": self._control_task_is_gone}
         self._looking = Held()
@@ -41,12 +36,12 @@ class Signs:
 
     async def _run_is_gone(self, pid: int, began: str) -> None:
         """Wait for the end of the run's process: then nothing waits for this task any more, or reads its output."""
-        await end_of(Other(pid, began))
+        await end_of(Process(pid, began))
         self._side.tell_task("must_end", f"the process of the run (pid {pid}) is gone")
         await self._kill_after(_ORPHAN_S)
 
     async def _control_task_is_gone(self, pid: int, began: str) -> None:
-        await end_of(Other(pid, began))
+        await end_of(Process(pid, began))
         if self._side.is_member:  # its channel tells it; what its workers still write is read
             await self._kill_after(self._about["patience_s"])
         else:
@@ -57,7 +52,8 @@ class Signs:
 
     async def _kill_after(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        self._task.send_signal(signal.SIGKILL)  # its main thread may be in a call that nothing interrupts
+        if not self._task.has_ended:
+            send_signal(self._task.pid, signal.SIGKILL)  # its main thread may be in a call that nothing interrupts
 
     async def _look(self) -> None:
         why, file = None, self._about["notice_file"]

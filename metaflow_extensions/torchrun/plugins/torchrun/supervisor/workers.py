@@ -74,9 +74,11 @@ class Workers:
 
     async def trained_alone(self) -> bool:
         """Read all that workers have left, if the disk answers; return whether all have trained by themselves."""
-        with suppress(TimeoutError):
+        try:
             return await self.files.within(STUCK_S, self._read)
-        return False
+        except TimeoutError as error:
+            self.side.say("note", f"{error}: metrics may be missing, and of a failure only the exit code is known")
+            return False
 
     def _read(self) -> bool:
         """Read the records; return whether every worker recorded that it computed gradients without a process group."""

@@ -14,8 +14,7 @@ from typing import TextIO
 
 from ..errors import TorchrunError
 from ..events import Event, event_text
-from ..machine.open_files import file_of
-from ..machine.streams import await_room, write_lines
+from ..machine.streams import await_room, file_of, write_lines
 
 _STUCK_S = 3.0  # for a reader that takes nothing, when this process was told to end
 _LOOK_S = 0.5

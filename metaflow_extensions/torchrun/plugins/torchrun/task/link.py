@@ -19,9 +19,9 @@ from typing import Any
 
 from ..errors import GangError, TorchrunError
 from ..gang.wire import from_plain
-from ..machine.open_files import file_of
 from ..machine.packets import MOST_BYTES, Packets, packets
-from ..machine.processes import Other
+from ..machine.processes import Process
+from ..machine.streams import file_of
 from ..supervisor.between import start_between
 
 _ANSWER_S = 60.0  # a busy machine, or one whose disk has to read Python first
@@ -50,7 +50,7 @@ class Link:
         self._numbers, self._calls = itertools.count(), itertools.count()
         self._packets = Packets()
         self._answers: dict[int, Sequence[Any]] = {}
-        self._processes: list[Other] = []  # the supervisor and its parent, when it has said which they are
+        self._processes: list[Process] = []  # the supervisor and its parent, when it has said which they are
         try:
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:  # a supervisor ends when it hears nothing more
@@ -98,7 +98,7 @@ class Link:
         if what in ("answer", "failed", "os_error"):
             self._answers[rest[0]] = what, *rest[1:]
         elif what == "supervisor":
-            self._processes = [Other(*each) for each in rest]
+            self._processes = [Process(*each) for each in rest]
         elif what == "gone":  # it ends, for a bug of ours
             self._lose(rest[0])
         elif what != "echo":

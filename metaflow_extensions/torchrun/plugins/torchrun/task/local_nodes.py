@@ -6,13 +6,14 @@ its own step runs, and it does not stop them when that fails (2.19).
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from subprocess import Popen
 
 from ..gang.view import Presence
-from ..machine.processes import kill
-from ..machine.streams import has_unread
+from ..machine.processes import living_descendants, send_signal
+from ..machine.streams import is_pipe, unread_bytes
 
 _POLL_S = 0.25
 # Enough to start Python and Metaflow and read one record; less than the 5 s that Metaflow's runtime
@@ -41,7 +42,8 @@ def stop(
     for state, unread_s in _UNREAD_S.items():
         limit_s = latecomer_s if state is Presence.ABSENT else wait_s
         left = _await_ends(of[state], limit_s, 0.0 if is_ordered else unread_s)
-        kill(task.pid for task in left)
+        for pid in [pid for task in left for pid in [*living_descendants(task.pid), task.pid]]:
+            send_signal(pid, signal.SIGKILL)
 
 
 def _await_ends(tasks: Sequence[Popen[bytes]], wait_s: float, unread_s: float) -> list[Popen[bytes]]:
@@ -51,7 +53,7 @@ def _await_ends(tasks: Sequence[Popen[bytes]], wait_s: float, unread_s: float) -
     """
     begin = deadline = time.monotonic()
     while (left := [task for task in tasks if task.poll() is None]) and time.monotonic() < deadline + wait_s:
-        if time.monotonic() < begin + unread_s and has_unread():
+        if time.monotonic() < begin + unread_s and any(is_pipe(fd) and unread_bytes(fd) for fd in (1, 2)):
             deadline = time.monotonic()
         time.sleep(_POLL_S)
     return left
