@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import metaflow  # noqa: F401 - it imports our modules, so it must come before them
 from report import Report, parser
 
+from metaflow_extensions.torchrun.plugins.torchrun import registry
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages, policy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import control_side, member_side
@@ -132,7 +133,7 @@ class Member:
         """Connect at the same moment as all others."""
         await asyncio.sleep(begin_at - time.monotonic())
         deadline = time.monotonic() + WAIT_S
-        for pause_s in policy.growing_pauses():  # as `join` does it, but in the loop that all share
+        for pause_s in registry.growing_pauses():  # as `join` does it, but in the loop that all share
             try:
                 await self.channel.connect([HOST], port, token, deadline - time.monotonic())
                 return

@@ -12,9 +12,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang import gang as machine
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as say
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Metrics, Pace
-from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import names
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.connection import encode
+from metaflow_extensions.torchrun.plugins.torchrun.texts import names
 
 KILLED = crash(kind="signal", code=-9, text=None)
 NODE_1, SIGKILL, SIGTERM = "node 1 (host host-1)", "its task was killed by SIGKILL", "its task got SIGTERM"

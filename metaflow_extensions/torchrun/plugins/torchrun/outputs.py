@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from .compat.datastore import DatastoreValues, open_datastore
 from .errors import TorchrunError
-from .gang.texts import counted, first_values, names, size_text
+from .texts import counted, first_values, names, size_text
 
 
 @dataclass(frozen=True)

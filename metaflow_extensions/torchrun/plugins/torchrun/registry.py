@@ -7,14 +7,14 @@ its names carry the attempt, so that a retry never reads what the attempt before
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from .compat.datastore import metadata_of
 from .errors import GangError, TorchrunError
-from .gang.policy import growing_pauses
 from .gang.view import GangView, Word, told_by_others
 from .gang.wire import from_plain, to_plain
 
@@ -129,3 +129,14 @@ class Registry:
             return found
         except ValueError:  # half written: Metaflow 2.13 writes a local file in place, 2.19 renames it
             return {name: self._load(name)[name] if len(names) > 1 else None for name in names}
+
+
+def growing_pauses(first_s: float = 0.05) -> Iterator[float]:
+    """Yield pauses between tries, in seconds: each about twice the one before, and none over 2 s.
+
+    They differ from node to node: thousands that try at once would else do so again.
+    """
+    pause_s = first_s
+    while True:
+        yield pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+        pause_s = min(pause_s * 2, 2.0)

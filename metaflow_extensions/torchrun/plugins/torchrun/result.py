@@ -91,7 +91,7 @@ class TorchrunResult(Generic[_T]):
     has_values: bool = field(default=True, compare=False)  # whether a function was launched, not a script
 
     def __repr__(self) -> str:
-        from .gang.texts import counted, duration  # not with Metaflow
+        from .texts import counted, duration  # not with Metaflow
 
         ranks = f"{counted(self.world_size, 'rank')} on {counted(len(self.nodes) or self.num_nodes, 'node')}"
         parts = [f"launch {self.launch}", ranks, duration(self.duration_s)]

@@ -14,11 +14,11 @@ from ..errors import (
     LaunchTimeout,
     TorchrunPreempted,
 )
+from ..texts import counted, duration, first_values, headline, names, shortened
 from .cause import CATEGORY_TEXTS, Cause, FailureText, failed
 from .launch import GONE, Launch
 from .limits import ALIKE_ENDS, ALIKE_S
 from .messages import CONTROL, Join, Ready
-from .texts import counted, duration, first_values, headline, names, shortened
 
 # Kinds of causes that no node reports as its failure.
 _FOUND_BY_CONTROL = ("timeout", "step_timeout", "hang", "unreachable")

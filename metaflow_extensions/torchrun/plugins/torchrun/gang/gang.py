@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from ..errors import GangError, TorchrunError
+from ..texts import counted, headline, moment, names, size_text
 from . import failures
 from .cause import Cause, Failure, FailureText, cause_of, describe_exit, failed, failure_of
 from .group import Group, follow
@@ -45,7 +46,6 @@ from .messages import (
 from .policy import Rules
 from .progress import Progress
 from .stacks import HANG, NO_WORKERS, Stacks, conclude, hang
-from .texts import counted, headline, moment, names, size_text
 from .view import GangView, NodeView, Presence, State
 from .wire import to_plain
 

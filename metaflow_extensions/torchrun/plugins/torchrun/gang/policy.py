@@ -1,10 +1,9 @@
-"""Time limits and rules: of a gang, of a launch (restarts, preemptions), and pauses between tries."""
+"""Time limits and rules: of a gang, and of a launch (restarts, preemptions)."""
 
 from __future__ import annotations
 
-import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..parsing import DEFAULT_RESTART_ON
@@ -45,14 +44,3 @@ class LaunchPolicy:
     restart_on: frozenset[str] = DEFAULT_RESTART_ON  # the classes of causes that restart it
     preemption_signal: int = signal.SIGTERM  # what workers get when a node is preempted
     hang_timeout_s: float | None = None  # how long all ranks may be silent
-
-
-def growing_pauses(first_s: float = 0.05) -> Iterator[float]:
-    """Yield pauses between tries, in seconds: each about twice the one before, and none over 2 s.
-
-    They differ from node to node: thousands that try at once would else do so again.
-    """
-    pause_s = first_s
-    while True:
-        yield pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
-        pause_s = min(pause_s * 2, 2.0)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from ..texts import duration, names
 from .limits import FIRST_LINE_S, LINES_EVERY_S, LOOKS_EVERY_S, SLOW_S, STALE_S
-from .texts import duration, names
 from .wire import from_plain
 
 MAX_KEYS, MAX_POINTS = 20, 200

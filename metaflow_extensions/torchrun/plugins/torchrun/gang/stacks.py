@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..machine.frames import Found, look_first
+from ..texts import names
 from .limits import NODES_MARGIN_S, START_S, WORKERS_S
-from .texts import names
 from .wire import from_plain, to_plain
 
 NO_WORKERS, SPARE = "has no workers", "waits as a spare"

@@ -18,8 +18,8 @@ from typing import Any
 from ..compat.cli import CommandException, click
 from ..compat.graph import parallel_steps
 from ..compat.renamed import check
-from ..gang.texts import moment, names
 from ..gang.view import GangView
+from ..texts import moment, names
 from .finding import PAUSE_S, WHICH, await_gang, command, find, find_one, json_option
 from .outputs_command import outputs
 from .page import Place, page_of

@@ -10,8 +10,8 @@ from typing import Any
 
 from ..compat.cli import click
 from ..compat.datastore import DatastoreValues
-from ..gang.texts import size_text
 from ..outputs import Outputs
+from ..texts import size_text
 from .finding import CommandFailed, command, find_one
 from .parts import printable, table
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ..gang.cause import signal_name
-from ..gang.texts import duration, moment, names, shortened
 from ..gang.view import FailureReport, GangView
 from ..machine.frames import begin_of
+from ..texts import duration, moment, names, shortened
 from . import reported
 from .charts import chart_of_times
 from .parts import Block, Cell, Cells, Code, Facts, Keys, Page, Part, Section, Sentence, Table, WebLink

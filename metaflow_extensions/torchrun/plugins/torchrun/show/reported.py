@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..gang.progress import number, percent, speed, speed_text, step
-from ..gang.texts import counted, names, size_text
 from ..gang.view import GangView
+from ..texts import counted, names, size_text
 from .charts import chart_of_values
 from .parts import Bar, Block, Code, Facts, Part, Sentence, Table
 

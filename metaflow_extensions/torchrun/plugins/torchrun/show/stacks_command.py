@@ -14,10 +14,10 @@ from typing import Any
 
 from ..compat.cli import click
 from ..gang.stacks import GangStacks, alike
-from ..gang.texts import counted, duration, moment, names
 from ..gang.wire import from_plain, to_plain
 from ..machine.frames import look_first
 from ..registry import Reply, Request
+from ..texts import counted, duration, moment, names
 from .finding import CommandFailed, command, find_one
 from .parts import printable
 from .stored_gangs import StoredGang, StoredGangs

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..gang.texts import counted, duration, names
 from ..gang.view import GangView, Outcome, State
+from ..texts import counted, duration, names
 
 _STOPPED_BY = (-15, -9)  # exit codes of a worker that the gang has stopped: SIGTERM, or SIGKILL if it did not end
 # Of a node whose ranks have not ended, these states are theirs, too.

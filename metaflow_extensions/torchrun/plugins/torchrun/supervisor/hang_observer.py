@@ -9,11 +9,11 @@ from typing import Any
 
 from ..gang.limits import WORKERS_S
 from ..gang.stacks import HANG, NodeStacks, alike
-from ..gang.texts import names
 from ..gang.wire import Plain, to_plain
 from ..machine.frames import Found, without_stack
 from ..machine.network import is_connected_to
 from ..machine.stacks import ask
+from ..texts import names
 from .workers import Workers
 
 # A node reports output to the control node at most once in this fraction of hang_timeout_s.

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
 from ..gang.cause import Cause, Failure, cause_of, failure_of
 from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Ready, Report, Stop, Store, Verdict, to_wire
-from ..gang.texts import counted, duration, headline
 from ..machine.aside import Aside
+from ..texts import counted, duration, headline
 from .agent import AgentProcess
 from .call import Call, Outcome
 from .command import bracketed

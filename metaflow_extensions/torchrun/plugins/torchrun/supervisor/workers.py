@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 from ..gang.cause import Cause, describe_exit, remedy_of_exit
 from ..gang.messages import Go
-from ..gang.texts import headline
 from ..machine.aside import STUCK_S, Aside
 from ..machine.cgroup import describe_oom, oom_kills
+from ..texts import headline
 from .agent import AgentProcess, WorkerEnded
 from .call import Call
 from .pipes import LogReader

@@ -18,9 +18,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ..errors import TorchNotFoundError
-from ..gang.texts import counted
 from ..parsing import is_by_shell
 from ..supervisor.call import Call
+from ..texts import counted
 
 _NONE = "none"
 _UNKNOWN = "unknown"

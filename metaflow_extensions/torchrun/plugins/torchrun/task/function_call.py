@@ -25,11 +25,11 @@ from ..compat.datastore import DatastoreValues
 from ..errors import EntrypointError, LaunchFailed, TorchrunConfigError, TorchrunError, WorkerFailed
 from ..gang.cause import cause_of, failure_of, retold
 from ..gang.messages import CONTROL
-from ..gang.texts import names, size_text
 from ..gang.wire import Plain
 from ..parsing import did_you_mean
 from ..settings import RunSettings
 from ..supervisor.call import Call, FunctionSpec
+from ..texts import names, size_text
 from ..worker import function_worker as worker
 from .arguments import dict_or_list
 from .transfer import PATIENCE_S, Step, ToStore, Transfer, do_within, patience_for

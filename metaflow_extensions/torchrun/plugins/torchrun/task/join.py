@@ -15,10 +15,9 @@ from ..errors import CLASSES, GangError, GangStartTimeout, TorchrunPreempted
 from ..events import Subscriber
 from ..gang.limits import QUIET_S, REMIND_S
 from ..gang.messages import CONTROL, Abort, Farewell, Join
-from ..gang.policy import growing_pauses
 from ..gang.view import GangView, Word
 from ..machine.network import addresses_for_others
-from ..registry import STORE_PATIENCE_S, AddressRecord, Registry
+from ..registry import STORE_PATIENCE_S, AddressRecord, Registry, growing_pauses
 from ..settings import StepSettings
 from .link import Link
 from .member import Member

@@ -17,11 +17,11 @@ from typing import Any
 from ..compat.datastore import DatastoreValues
 from ..errors import TorchrunConfigError, TorchrunError
 from ..gang.messages import CONTROL
-from ..gang.texts import counted, first_values, size_text
 from ..gang.wire import Plain
 from ..outputs import Outputs
 from ..settings import RunSettings
 from ..supervisor.call import Call
+from ..texts import counted, first_values, size_text
 from .transfer import PATIENCE_S, Step, ToStore, patience_for
 
 # Two are in memory at the same time: one that is stored, and the next one that is read. From 8 MiB on, boto3 (1.44)

@@ -19,8 +19,8 @@ from ..events import Event, Subscriber
 from ..gang.cause import Cause, FailureText, cause_of, failed
 from ..gang.limits import QUIET_S, REMIND_S
 from ..gang.messages import CONTROL, Abort, Answer, Farewell, Leave, Message, from_wire, to_wire
-from ..gang.texts import names
 from ..supervisor.endings import NotNeeded, lost_control, preempted
+from ..texts import names
 from ..tracebacks import user_traceback, words_of
 from . import orders
 from .link import Link
