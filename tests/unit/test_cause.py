@@ -126,8 +126,6 @@ def test_an_origin_of_any_kind_beats_a_broken_connection(origin):
 
 
 def test_a_cause_is_the_same_again_after_being_plain_data_of_a_bounded_size():
-    assert Cause.from_dict({**ORIGIN.as_dict(), "colour": "red"}) == ORIGIN
-    assert Cause.from_dict({"kind": "lost", "node": 1, "host": "h"}) == Cause("lost", 1, "h")
     assert ORIGIN.as_dict()["category"] == "user"
     long = replace(ORIGIN, exception="begin" + "x" * 100_000, detail="y" * 100_000 + "end", advice="z" * 100_000)
     data = long.as_dict()

@@ -403,8 +403,7 @@ def test_a_task_that_comes_before_the_one_in_its_place_has_ended_tries_again(sta
         assert "another task, on host host-1, is or was node 1" in str(answer.error)
     assert gang.play("stop 1, lost 1, stop 0 2").state.refuses(join) is None
     gang.say(1, join)
-    first = say.Join(1, "host-1", "task of 1")
-    assert "a newer task has taken its place" in str(gang.turn_away(first).error)
+    assert gang.turn_away(say.Join(1, "host-1", "task of 1")).is_early, "a newer task has taken its place"
     gang.post(gang.state.give_up(errors.GangError("The channel failed.")))
     assert "The channel failed." in str(gang.turn_away(newcomer(1, "d")).error)
 

@@ -34,7 +34,7 @@ def test_silence_of_all_ranks_is_a_hang():
     gang.say(0, Report("hangs", 0, 0, {"age_s": 9.0}))  # older than what node 1 has told
     seconds, said = silence(gang)
     text = "no rank wrote anything, reported a step, joined a process group or exited for 30 s."
-    assert (seconds, f"{text} If they were only slow, raise hang_timeout_s." in said) == (26, True)
+    assert (seconds, f"{text} If they were only slow, set hang_timeout_s above 30." in said) == (26, True)
     assert silence(running(2, hang_timeout_s=None)) == (None, None), "nobody asks for it"
 
 
@@ -42,7 +42,7 @@ def test_silence_of_all_ranks_is_a_hang():
 def test_the_time_before_the_first_sign_of_life_has_a_limit_of_its_own(timeout_s, limit_s):
     gang = running(2, hang_timeout_s=timeout_s, max_restarts=1).play("lives 1, crash 1, stop 0")
     seconds, said = silence(gang)  # workers have started again, and import again
-    advice = f"If they start so slowly, set hang_timeout_s above {limit_s}."
+    advice = f"If they were only slow, set hang_timeout_s above {limit_s}."
     assert (seconds, f"exited for {limit_s} s after the start. {advice}" in said) == (limit_s + 1, True)
 
 

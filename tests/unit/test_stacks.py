@@ -68,12 +68,6 @@ def test_a_node_whose_workers_end_meanwhile_is_not_waited_for():
     assert answer_of(ask(story, "c")) == ("c", GangStacks()), "no worker runs, and nobody is asked"
 
 
-def test_a_spare_is_called_one():
-    story = ask(Story(3, spare_nodes=1).running())
-    say(story, 0, 1)
-    assert answer_of(story)[1].missing == {2: "waits as a spare"}
-
-
 def test_who_asks_when_the_workers_end_hears_of_those_that_start_again():
     story = ask(Story(2).running(policy={"max_restarts": 1})).crashed()
     say(story.at(story.now + 2), 0, 1)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -132,11 +132,6 @@ class Cause:
         """Return the cause as the plain data that errors carry (`TorchrunError.cause`), with its class."""
         return {**asdict(self.bounded()), "category": self.category}
 
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Cause:
-        """Return the cause that `as_dict` described; unknown fields are ignored."""
-        return Cause(**{each.name: data[each.name] for each in fields(Cause) if each.name in data})
-
     @property
     def way(self) -> tuple[Any, ...]:
         """How a worker failed; equal for ranks that failed in the same way."""
@@ -248,8 +243,6 @@ def failed(cls: type[E], failure: FailureText) -> E:
 def failure_of(error: TorchrunError) -> FailureText | None:
     """Return the failure behind an error; None if no node has failed. An error that was pickled has only a text."""
     failure: FailureText | None = error._failure
-    if failure is None and error.cause is not None:
-        return FailureText(Cause.from_dict(error.cause), instead=error.message)
     return failure
 
 
@@ -261,10 +254,8 @@ def cause_of(error: TorchrunError | None) -> Cause | None:
 
 def retold(error: TorchrunError, cls: type[E], after: str = "") -> E:
     """Return the same error as another class, with more text after it; its cause, events and outputs stay."""
-    if (failure := error._failure) is None:
-        told = cls(f"{error.message}{after}", error.cause)
-    else:
-        told = failed(cls, replace(failure, after=f"{failure.after}{after}"))
+    failure: FailureText = error._failure
+    told = failed(cls, replace(failure, after=f"{failure.after}{after}"))
     told.events, told.outputs = error.events, error.outputs
     return told
 

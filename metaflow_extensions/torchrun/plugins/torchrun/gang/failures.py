@@ -1,4 +1,4 @@
-"""The errors of a gang: for tasks that can't join, launches that can't begin, and launches that fail. Pure."""
+"""The errors of a gang: for launches that can't begin, and launches that fail. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..texts import counted, duration, first_values, headline, names, shortened
 from .cause import CATEGORY_TEXTS, Cause, FailureText, failed
 from .launch import GONE, Launch
 from .limits import ALIKE_ENDS, ALIKE_S
-from .messages import CONTROL, Join, Ready
+from .messages import CONTROL, Ready
 
 # Kinds of causes that no node reports as its failure.
 _FOUND_BY_CONTROL = ("timeout", "step_timeout", "hang", "unreachable")
@@ -113,15 +113,6 @@ def _kind(ready: Ready) -> str:
     return str(ready.facts.get("accelerators", ready.facts.get("devices"))).rpartition(" ")[2]
 
 
-# --- a task that can't join -----------------------------------------------------------------------
-
-
-def turned_away(join: Join, host: str) -> TorchrunPreempted:
-    """Return the error for a task in whose place another one, on `host`, has come."""
-    text = f"Node {join.node} (host {join.host}) was turned away by the control node: a newer task has taken its place"
-    return TorchrunPreempted(f"{text} (host {host}). {TorchrunPreempted.remedy}")
-
-
 # --- a launch that can't begin, and failures outside of launches ----------------------------------
 
 
@@ -211,7 +202,7 @@ def _class_and_text(launch: Launch, cause: Cause) -> tuple[type[LaunchFailed], F
         in_time = names(saved, "rank") if saved else "no rank"
         after = f"\n{everywhere}. In time, {in_time} exited with code 0.\n{TorchrunPreempted.remedy}"
         return TorchrunPreempted, FailureText(cause, after=after)
-    count = f" after {counted(launch.restarts, 'restart')}" if launch.restarts else ""
+    count = f" after {counted(launch.generation, 'restart')}" if launch.generation > 0 else ""
     # The classes are those of `restart_on`, which matters only with restarts.
     kind = f" (class {cause.category})" if launch.policy.max_restarts else ""
     also = f"\n{cause.also.capitalize()} failed in the same way." if cause.also else ""

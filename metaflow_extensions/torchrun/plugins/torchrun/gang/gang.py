@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from ..errors import GangError, TorchrunError
@@ -54,7 +54,6 @@ Outgoing: TypeAlias = tuple[int, Message]
 
 
 _ERROR_CHARS = 8 * 1024  # of an error's message in the view; its report has more
-_NUMBERS = frozenset({"progress", "hangs", "stacks", "usage"})  # reports that come all the time
 
 
 class Phase(enum.Enum):
@@ -75,7 +74,6 @@ class Node:
     awaited_until: float  # until when a task of it is waited for
     join: Join  # of its last task
     presence: Presence = Presence.ABSENT
-    tasks: set[str] = field(default_factory=set)  # all that have joined
     is_new: bool = False  # whether its task has come in the place of another, and was not ready yet
     cause: Cause | None = None  # why it is gone, or out
 
@@ -172,11 +170,7 @@ class Gang:
     def handle(self, node: int, message: Message) -> list[Outgoing]:
         """Handle a node's message and return the messages to send; what comes too late is ignored."""
         handler = _HANDLERS.get(type(message))
-        if handler is None:
-            return []
-        if not (isinstance(message, Report) and message.kind in _NUMBERS):
-            self.changes += 1
-        return self._step(handler, self, self.nodes[node], message)
+        return [] if handler is None else self._step(handler, self, self.nodes[node], message)
 
     def ask_stacks(self, asked: Any) -> list[Outgoing]:
         """Begin to find out what every rank does now; `answer` has it later, with what was `asked`."""
@@ -184,8 +178,7 @@ class Gang:
 
     def answer(self, asked: Any) -> dict[str, Any] | None:
         """Return the stacks that were `asked` for, as soon as they are known."""
-        spares = self.ready.difference(self.launch.group.nodes)
-        found = self.stacks.answer(asked, self._clock(), self.num_nodes, spares)
+        found = self.stacks.answer(asked, self._clock(), self.num_nodes)
         if found is None:
             return None
         self.stacks = Stacks()
@@ -262,7 +255,6 @@ class Gang:
             node.cause = None
         self._enter(node, Presence.HERE)
         node.join = join
-        node.tasks.add(join.task)
         self._send(Answer(), node.index)
         if self.broken is not None:
             self._send(Abort(self.broken), node.index)
@@ -275,12 +267,9 @@ class Gang:
         The second tries again, until it can take that place or the gang has ended: its own end would have all pods killed.
         """
         node = self.nodes[join.node]
-        is_here = node.presence is Presence.HERE
-        if is_here and join == node.join:
+        if node.presence is Presence.HERE and join == node.join:
             return None
-        if join.task in node.tasks:
-            return Answer(failures.turned_away(join, node.host))
-        if not is_here and node.presence is not Presence.GONE and not self._is_over:
+        if node.presence in (Presence.ABSENT, Presence.OUT) and not self._is_over:
             return None
         if self.broken is not None:
             return Answer(self.broken)
@@ -290,7 +279,7 @@ class Gang:
     # --- nodes that are gone ----------------------------------------------------------------------
 
     def _on_lost(self, node: Node, why: str) -> None:
-        if node.presence is Presence.HERE or (node.presence is Presence.ABSENT and not node.tasks):
+        if node.presence is Presence.HERE or (node.presence is Presence.ABSENT and not node.join.task):
             self._lose(node, why)
         self._has_no_workers(node.index)
 
@@ -336,7 +325,7 @@ class Gang:
     def _go_without(self, node: Node, cause: Cause | None) -> None:
         """Go on without a node that is gone from now on, or stop everything; without a cause, it has ended well."""
         self._enter(node, Presence.GONE)
-        self._forget(node)
+        self._end_call(node)
         node.cause = cause
         if cause is None or self._goes_on_without(node, cause):
             return
@@ -345,11 +334,6 @@ class Gang:
         else:
             self._add_failures([Failure(cause)])
             self.launch.stores.discard(node.index)
-
-    def _forget(self, node: Node) -> None:
-        """Forget what the task of a node has said that is gone."""
-        self._end_call(node)
-        self.stacks.keep(node.index, "is no longer in the gang")
 
     def _see_who_is_left(self) -> None:
         """Send a control node whose step has ended the failure of a member, or that no member is left.
@@ -398,7 +382,7 @@ class Gang:
     def _leave_out(self, node: Node, cause: Cause, waits: bool = True) -> None:
         """Go on without a node that is gone or about to go, or wait for another task in its place."""
         node.cause = cause
-        self._forget(node)
+        self._end_call(node)
         self._done.discard(node.index)
         self.launch.leaving.pop(node.index, None)
         self.launch.given_up.discard(node.index)
@@ -492,6 +476,7 @@ class Gang:
     def _end_call(self, node: Node) -> None:
         self._called.pop(node.index, None)
         self._calls.pop(node.index, None)
+        self.stacks.keep(node.index, "is no longer in the gang")
 
     def _see_call(self, number: int, nproc: int | None) -> None:
         """Note that a node has called a launch, perhaps as the first one."""
@@ -596,7 +581,7 @@ class Gang:
         view.launch, view.generation = launch.number, launch.generation
         view.nproc, view.facts = control.nproc, control.facts
         view.began_s = view.now_s if view.began_s is None else view.began_s
-        view.restarts_left = launch.limit - launch.restarts
+        view.restarts_left = launch.limit - launch.generation
         view.restarts_s += [round(view.now_s, 3)] if launch.generation else []
         for each in came:
             self._see("taken_in", "takes part from now on", self.nodes[each])
@@ -817,7 +802,7 @@ class Gang:
             launch.restarts_for = None  # it is none that a user counts
             launch.again = "another program took the port of the rendezvous; all workers start again with another port"
         elif cause.category != "preempted":  # `max_restarts` does not count others
-            count = launch.restarts + 1 - launch.uncounted
+            count = launch.generation + 1 - launch.uncounted
             launch.again = f"restart {count} of {launch.policy.max_restarts}: {launch.again}"
         self.view.turn("restarting", failures.summary(cause))
         self.view.enter("restarting", [each for each in self._able() if launch.takes_part(each)])

@@ -68,18 +68,13 @@ class Launch:
         return self.control.policy or _NO_LIMITS
 
     @property
-    def restarts(self) -> int:
-        """How many generations have begun after a failure."""
-        return max(0, self.generation)
-
-    @property
     def limit(self) -> int:
         """How many restarts there may be, with those that do not count."""
         return self.policy.max_restarts + self.uncounted
 
     def has_restarts_left(self, cause: Cause) -> bool:
         """Return whether `max_restarts` allows one more; a preemption uses none up, but there must be some at all."""
-        return self.restarts < self.limit or (cause.category == "preempted" and self.policy.max_restarts > 0)
+        return self.generation < self.limit or (cause.category == "preempted" and self.policy.max_restarts > 0)
 
     def takes_part(self, node: int) -> bool:
         """Return whether a node belongs to this generation."""

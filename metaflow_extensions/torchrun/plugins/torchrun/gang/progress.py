@@ -21,34 +21,23 @@ _SLOW, _FEWEST = 0.5, 3  # a share of the median; of fewer ranks, none is the no
 
 
 class Series:
-    """Points with growing steps, in at most `most` parts, which are 1 wide at first. A value of None is a gap.
-
-    Each part keeps its last point. Too many parts are merged in pairs, so the series always covers all steps.
-    """
+    """At most `most` points with growing steps, spread over all steps that there were. A value of None is a gap."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._width = most, 1.0
+        self._most, self._apart = most, 1.0  # the least distance between two points, but for the last
         self.points: list[Point] = []
 
     def add(self, step: int, value: float | None) -> None:
         """Add a point. It replaces the points at the same step and later: after a restart, steps are done again."""
-        while self.points and self.points[-1][0] >= step:
-            self.points.pop()
-        self._put(step, value)
-        while self._part(step) >= self._most:
-            self._width *= 2
-            points, self.points = self.points, []
-            for point in points:
-                self._put(*point)
-
-    def _part(self, step: int) -> int:
-        return int((step - self.points[0][0]) / self._width)
-
-    def _put(self, step: int, value: float | None) -> None:
-        # The first point stays: the parts begin there.
-        if len(self.points) > 1 and self._part(self.points[-1][0]) == self._part(step):
-            self.points.pop()
-        self.points.append((step, value))
+        points = self.points
+        while points and points[-1][0] >= step:
+            points.pop()
+        if len(points) > 1 and points[-1][0] - points[-2][0] < self._apart:
+            points.pop()
+        points.append((step, value))
+        if len(points) > self._most:
+            self._apart = 2 * (step - points[0][0]) / self._most
+            del points[1:-1:2]
 
 
 @dataclass(frozen=True)

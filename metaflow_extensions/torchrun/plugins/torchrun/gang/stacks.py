@@ -19,7 +19,7 @@ from ..texts import names
 from .limits import NODES_MARGIN_S, START_S, WORKERS_S
 from .wire import from_plain, to_plain
 
-NO_WORKERS, SPARE = "has no workers", "waits as a spare"
+NO_WORKERS = "has no workers"
 HANG = "hang"  # of the cause
 _SIGNS = "wrote anything, reported a step, joined a process group or exited"
 _MAX_LINES = 64
@@ -85,14 +85,14 @@ class Stacks:
         if self._found.get(node, found) is None:
             self._found[node] = found
 
-    def answer(self, asked: Any, at_s: float, num_nodes: int, spares: Collection[int] = ()) -> GangStacks | None:
+    def answer(self, asked: Any, at_s: float, num_nodes: int) -> GangStacks | None:
         """Return the answer when all nodes have answered, or their time is up; else None."""
         if asked != self.asked or (None in self._found.values() and at_s < self._due_at_s):
             return None
         if not self._found:
             return GangStacks()
-        idle = dict.fromkeys(range(num_nodes), NO_WORKERS) | dict.fromkeys(spares, SPARE)
-        found = {node: self._found.get(node, why) or "has not answered in time" for node, why in idle.items()}
+        late = "has not answered in time"
+        found = {node: self._found.get(node, NO_WORKERS) or late for node in range(num_nodes)}
         answered = {node: each for node, each in found.items() if isinstance(each, NodeStacks)}
         return GangStacks(*self._about, answered, {node: each for node, each in found.items() if isinstance(each, str)})
 
@@ -122,10 +122,8 @@ def hang(silent_s: float, timeout_s: float | None, has_begun: bool) -> tuple[str
     limit_s = timeout_s if has_begun else max(timeout_s, START_S)
     if silent_s <= limit_s:
         return None
-    text = f"no rank {_SIGNS} for {limit_s:g} s"
-    if has_begun:
-        return text, "If they were only slow, raise hang_timeout_s."
-    return f"{text} after the start", f"If they start so slowly, set hang_timeout_s above {limit_s:g}."
+    text = f"no rank {_SIGNS} for {limit_s:g} s{'' if has_begun else ' after the start'}"
+    return text, f"If they were only slow, set hang_timeout_s above {limit_s:g}."
 
 
 def conclude(stacks: GangStacks, well: Collection[int]) -> tuple[str, dict[str, Any]]:

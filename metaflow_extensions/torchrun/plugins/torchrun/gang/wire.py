@@ -70,15 +70,14 @@ def _read(hint: Any, value: Any) -> Any:
     if origin is dict:
         return {inner[0](name): _read(inner[1], each) for name, each in value.items()}
     if hint is TorchrunError:
-        cls = CLASSES[value["class"]]
-        return (
-            failed(cls, _read(FailureText, value["failure"]))
-            if "failure" in value
-            else cls(value["message"], value["cause"])
-        )
+        kind = CLASSES[value["class"]]
+        if "failure" in value:
+            return failed(kind, _read(FailureText, value["failure"]))
+        return kind(value["message"], value["cause"])
     if origin is None and is_dataclass(hint):
-        types_of = _fields(hint)
-        return hint(**{name: _read(types_of[name], each) for name, each in value.items()})
+        cls: Any = hint
+        hints = _fields(cls)
+        return cls(**{name: _read(hints[name], each) for name, each in value.items()})
     return value
 
 
