@@ -11,6 +11,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Metrics,
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import GangView
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import Place
+from metaflow_extensions.torchrun.plugins.torchrun.show.words import ranks_on
 
 BEGAN = 1_795_314_000.0  # 2026-11-22 02:20:00 UTC
 MARKUP = (
@@ -88,7 +89,7 @@ class Story(GangOf):
         ok = not any(codes) if ok is None else ok
 
         def ended(node):
-            ranks = self.state.view.ranks_of(node)
+            ranks = ranks_on(self.state.view, node)
             known = {rank: code for rank, code in zip(ranks, codes, strict=False) if code is not None}
             GangOf.ended(self, node, ok=ok, exit_codes=known, stores=stores)
 

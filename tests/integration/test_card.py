@@ -16,6 +16,7 @@ from gang_views import Story, crash
 from limits import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.show.gang_card import page_of_gang, sections_of_gang
+from metaflow_extensions.torchrun.plugins.torchrun.show.words import ranks_on
 
 pytestmark = pytest.mark.xdist_group("card")
 
@@ -284,7 +285,7 @@ def many_nodes(num_nodes=256, nproc=8):
         cause = crash(rank, text, rank // nproc, f"host-{rank // nproc}")
         story.at(story.now + 240).failed(cause).at(story.now + 5)
         for node in range(num_nodes):
-            codes = [1 if each == rank else -15 for each in story.state.view.ranks_of(node)]
+            codes = [1 if each == rank else -15 for each in ranks_on(story.state.view, node)]
             story.ended(node, codes=codes)
         story.at(story.now + 2)
     return story.view

@@ -431,7 +431,7 @@ def test_a_node_lost_between_launches_is_waited_for_and_its_new_task_gets_the_ve
     [
         ("join 1, prepare 1, commands_fail 1, ready 2", "Node 1 (host host-1) failed: before_run 1/2"),
         ("ready 2, join 1, prepare 1, commands_fail 1", "Node 1 (host host-1) failed: before_run 1/2"),
-        ("ready 2, join 1, differ 1", "The nodes differ in the processes per node"),
+        ("ready 2, join 1, differ 1", "Node 1 (host host-1) failed with The nodes differ in the processes per node"),
     ],
 )
 def test_a_node_that_can_not_take_part_hears_that_alone_where_more_are_here_than_needed(story, said):

@@ -51,8 +51,7 @@ def test_rank_0s_points_become_series_with_last_values_and_the_time_left(kept):
     kept.says((10, {"loss": 3.0, "lr": 0.1}), (20, {"loss": None}), pace=Pace(2.0), total=100.0)
     kept.says(node=1, pace=Pace(1.0))
     kept.tick(5.0)
-    rates = {"by": "steps_per_s", "ranks": 2, "median": 1.5, "slowest": {"rank": 1, "speed": 1.0}}
-    own = {"launch": 0, "step": 20, "done": 20, "total": 100.0, "steps_per_s": 2.0, "left_s": 40.0, "rates": rates}
+    own = {"launch": 0, "step": 20, "done": 20, "total": 100.0, "steps_per_s": 2.0, "left_s": 40.0}
     series = {"loss": [(10, 3.0), (20, None)], "lr": [(10, 0.1)]}
     assert kept.record == {**own, "last": {"loss": None, "lr": 0.1}, "series": series}
 
@@ -74,7 +73,7 @@ def test_after_a_restart_the_series_goes_on_and_the_end_and_the_speed_before_it_
     kept.ended(0, ok=True)  # another node's workers failed
     assert kept["done"] == 3
     kept.begin(0)
-    assert [kept[name] for name in ("done", "steps_per_s", "left_s", "rates")] == [2, None, None, None]
+    assert [kept[name] for name in ("done", "steps_per_s", "left_s")] == [2, None, None]
     kept.says((2, {"loss": 2.5}), at_s=30.0)
     assert kept["series"] == {"loss": [(1, 3.0), (2, 2.5)]}
     assert (kept["step"], kept["total"], kept["left_s"]) == (2, 3.0, None), "its speed is not known yet"
@@ -89,7 +88,7 @@ def test_another_launch_has_its_own(kept):
     kept.says((1, {"loss": 3.0}), pace=Pace(2.0), total=10.0)
     kept.tick(5.0)
     kept.says((5, {"lr": 1.0}), launch=1)
-    assert (kept["launch"], kept["total"], kept["series"], kept["rates"]) == (1, None, {"lr": [(5, 1.0)]}, None)
+    assert (kept["launch"], kept["total"], kept["series"]) == (1, None, {"lr": [(5, 1.0)]})
     told = {"last": {"step": 5, "lr": 1.0}, "history": {"lr": [(5, 1.0)]}}
     assert [kept.verdict(launch, True) for launch in (0, 1)] == [{}, told]
     assert kept.verdict(1, False) == {**told, "history": {}}, "the curves are long, and one node is enough"

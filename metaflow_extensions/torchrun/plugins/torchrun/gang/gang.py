@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from ..errors import GangError, TorchrunError
 from ..texts import counted, headline, moment, names, size_text
 from . import failures
-from .cause import Cause, Failure, FailureText, cause_of, describe_exit, failed, failure_of
+from .cause import Cause, Failure, FailureText, cause_of, describe_exit, failure_of
 from .group import Group, follow
 from .launch import GONE, Launch
 from .limits import FIRST_OUTPUT_S, INDEX_S, LATE_S, QUIET_S, REMIND_S, SAVE_S
@@ -332,7 +332,7 @@ class Gang:
         if self.phase is Phase.IDLE:
             self._break(self._error_outside(cause))
         else:
-            self._add_failures([Failure(cause)])
+            self.launch.add_failures([Failure(cause)], self._now)
             self.launch.stores.discard(node.index)
 
     def _see_who_is_left(self) -> None:
@@ -496,8 +496,7 @@ class Gang:
         """Take a node in while the launch runs, as a spare; it alone hears if it can't take part, and shows all of it."""
         error = failures.contradiction({CONTROL: self.launch.control, node.index: call})
         if error is not None:
-            cause = Cause("call", node.index, node.host, exception=headline(error.message))
-            self._tell_to_end(node, cause, failed(type(error), FailureText(cause, instead=error.message)))
+            self._tell_to_end(node, Cause("call", node.index, node.host, exception=error.message))
         else:
             node.is_new = False
             self._see("spare", "waits as a spare", node)
@@ -706,7 +705,7 @@ class Gang:
             told = [each.cause for each in report.failures if each.cause.category == "preempted"]
             if told and told[0].node == node.index and self._goes_on_without(node, told[0]):
                 return
-        self._add_failures(report.failures)
+        self.launch.add_failures(report.failures, self._now)
         if report.given_up:
             launch.given_up.add(node.index)
             launch.stores.discard(node.index)
@@ -716,7 +715,7 @@ class Gang:
         launch, view = self.launch, self.view
         if not self._is_current(ended) or node.index not in launch.running:
             return
-        self._add_failures(ended.failures)
+        self.launch.add_failures(ended.failures, self._now)
         for rank, code in ended.exit_codes.items():
             self._see("exited", describe_exit(code).partition(":")[0], node, rank=rank, exit_code=code)
         view.nodes[node.index].exit_codes = dict(ended.exit_codes)
@@ -732,7 +731,7 @@ class Gang:
     def _on_stored(self, node: Node, stored: Stored) -> None:
         if self._is_current(stored) and node.index in self.launch.stores:
             self.launch.stores.discard(node.index)
-            self._add_failures(stored.failures)
+            self.launch.add_failures(stored.failures, self._now)
 
     # --- a generation's end -----------------------------------------------------------------------
 
@@ -789,8 +788,9 @@ class Gang:
         launch = self.launch
         self.view.report(cause.describe(), None, cause.as_dict(), self._see_cause(cause))
         is_move = launch.has_lost_its_port()
+        is_counted = not is_move and cause.category != "preempted"
         launch.moves += is_move
-        launch.uncounted += is_move or cause.category == "preempted"
+        launch.uncounted += not is_counted
         self.phase, launch.restarts_for = Phase.PAUSING, cause
         launch.forget_failures()
         for each, why in sorted(launch.leaving.items()):  # they are about to go
@@ -798,20 +798,17 @@ class Gang:
         for node in [self.nodes[each] for each in sorted(self._gone)]:
             self._leave_out(node, node.lost("it has left"))
         launch.again = f"all workers start again, because {FailureText(cause).who} {headline(cause.what)}"
-        if is_move:
-            launch.restarts_for = None  # it is none that a user counts
-            launch.again = "another program took the port of the rendezvous; all workers start again with another port"
-        elif cause.category != "preempted":  # `max_restarts` does not count others
+        if is_counted:
             count = launch.generation + 1 - launch.uncounted
             launch.again = f"restart {count} of {launch.policy.max_restarts}: {launch.again}"
         self.view.turn("restarting", failures.summary(cause))
         self.view.enter("restarting", [each for each in self._able() if launch.takes_part(each)])
         self._remind()
 
-    def _tell_to_end(self, node: Node, cause: Cause, error: TorchrunError | None = None) -> None:
+    def _tell_to_end(self, node: Node, cause: Cause) -> None:
         """Leave a node out that is here, with a verdict of its own."""
         number = self._called.get(node.index, self.launch.number)
-        self._send_verdict(node, Verdict(number, error or failures.told_to_end(cause)))
+        self._send_verdict(node, Verdict(number, failures.told_to_end(cause)))
         self._leave_out(node, cause)
 
     def _start_again(self) -> None:
@@ -1007,7 +1004,8 @@ class Gang:
         """Stop the launch for a reason that no node has reported as its failure, such as a time limit."""
         self._see(kind, f"{kind}: {text}", node)
         of = node or self.nodes[CONTROL]
-        self._add_failures([Failure(Cause(kind, of.index, of.host, exception=text, advice=advice, detail=detail))])
+        cause = Cause(kind, of.index, of.host, exception=text, advice=advice, detail=detail)
+        self.launch.add_failures([Failure(cause)], self._now)
 
     # --- what is seen -----------------------------------------------------------------------------
 
@@ -1038,14 +1036,6 @@ class Gang:
             self.view.why = headline(error.message)
         self.view.error, self.view.cause = error.message[:_ERROR_CHARS], error.cause
         self.view.report(error.message, type(error).__name__, error.cause, at_s)
-
-    def _add_failures(self, found: Iterable[Failure]) -> None:
-        """Add failures to the launch; note a preemption once."""
-        before = self.launch.preempted
-        self.launch.add_failures(found, self._now)
-        after = self.launch.preempted
-        if before is None and after is not None:
-            self._see("preempted", headline(after.what), self.nodes[after.node])
 
     # --- sending ----------------------------------------------------------------------------------
 

@@ -77,7 +77,6 @@ class Progress:
         """Forget the ranks' speeds, who is slow, and what is not said yet: workers start."""
         self._paces, self._slow, self._named, self._has_news = {}, {}, set(), False
         if launch == self.record["launch"]:
-            self.record["rates"] = None
             self._see_speed(None)
         else:
             self._node = None  # what ends from now on is not its launch
@@ -86,7 +85,7 @@ class Progress:
         """Keep a node's report on its ranks; return rank 0's first one of a launch in words, else nothing."""
         metrics: Metrics = from_plain(Metrics, data, "progress")
         if launch != self.record["launch"]:
-            nothing = dict.fromkeys(("step", "done", "total", "steps_per_s", "left_s", "rates"))
+            nothing = dict.fromkeys(("step", "done", "total", "steps_per_s", "left_s"))
             self.record = {"launch": launch, **nothing, "last": {}, "series": {}}
             self._series, self._node, self._has_news, self._said = {}, None, False, ""
         self._paces[node] = at_s, metrics.paces
@@ -144,7 +143,7 @@ class Progress:
         return said(self.record)
 
     def _compare(self, at_s: float) -> list[str]:
-        """Note the median of the ranks' speeds, and the slowest; return a line on ranks that are slow for a minute."""
+        """Return a line on ranks that are slow for a minute, or nothing."""
         fresh = [paces for told_at, paces in self._paces.values() if at_s - told_at < STALE_S]
         paces = {rank: pace for each in fresh for rank, pace in each.items() if pace != Pace()}
         # As if no rank ever waited for others, if all tell how long their own work takes.
@@ -154,9 +153,7 @@ class Progress:
             speeds = {rank: pace.steps_per_s for rank, pace in paces.items() if pace.steps_per_s is not None}
         if not speeds:
             return []
-        median, slowest = statistics.median(speeds.values()), min(speeds, key=lambda rank: speeds[rank])
-        worst = {"rank": slowest, "speed": speeds[slowest]}
-        self.record["rates"] = {"by": by, "ranks": len(speeds), "median": median, "slowest": worst}
+        median = statistics.median(speeds.values())
         slow = sorted(rank for rank, speed in speeds.items() if len(speeds) >= _FEWEST and speed < median * _SLOW)
         self._slow = {rank: self._slow.get(rank, at_s) for rank in slow}
         new = [rank for rank, since in self._slow.items() if at_s - since >= SLOW_S and rank not in self._named]

@@ -49,19 +49,6 @@ class GangStacks:
         """All workers, by global rank."""
         return {rank: found for node in self.nodes.values() for rank, found in sorted(node.ranks.items())}
 
-    def has_moved(self, before: GangStacks) -> tuple[list[int], list[int]]:
-        """Return the ranks that have moved since an earlier answer, and those that are where they were.
-
-        Ranks whose stacks are not known at both moments are in neither list. Stacks of another generation can't be
-        compared.
-        """
-        if (self.launch, self.generation) != (before.launch, before.generation):
-            return [], []
-        former = {rank: found.mark for rank, found in before.ranks.items() if found.mark}
-        known = {rank: found.mark for rank, found in self.ranks.items() if found.mark and rank in former}
-        moved = [rank for rank, mark in known.items() if mark != former[rank]]
-        return moved, [rank for rank in known if rank not in moved]
-
 
 class Stacks:
     """What was `asked` of the nodes whose workers run, and their answers; without a question, nothing.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..machine.frames import begin_of
@@ -88,10 +88,6 @@ class Placed:
     since: float  # seconds since 1970
     nodes: tuple[int, ...] = ()  # in the order of their ranks; none: no launch runs, or its nodes are unknown
     nproc: int = 1  # ranks on each
-
-    def node_of(self, rank: int) -> int | None:
-        """Return the node of a rank; None if it has none."""
-        return self.nodes[rank // self.nproc] if 0 <= rank < len(self.nodes) * self.nproc else None
 
 
 @dataclass
@@ -207,28 +203,9 @@ class GangView:
     # --- what pages read ----------------------------------------------------------------------------
 
     @property
-    def taking_part(self) -> list[int]:
-        """The nodes of the last generation, in the order of their ranks; before it, those that may take part."""
-        return [index for index, node in enumerate(self.nodes) if node.takes_part]
-
-    def ranks_of(self, node: int) -> range:
-        """Return the ranks of a node; none if it takes no part, or before the first launch."""
-        if self.nproc is None or not self.nodes[node].takes_part:
-            return range(0)
-        first = self.taking_part.index(node) * self.nproc
-        return range(first, first + self.nproc)
-
-    @property
     def seconds(self) -> float:
         """How long the attempt has taken until now, or until the step's code had ended on all nodes."""
         return self.now_s if self.ended_s is None else self.ended_s
-
-    @property
-    def trained_s(self) -> float | None:
-        """How long the last launch has taken from its start to its end, or until now; None before it."""
-        if self.began_s is None:
-            return None
-        return (self.since_s if self.outcome in ("done", "failed") else self.seconds) - self.began_s
 
     def at(self, now_s: float) -> GangView:
         """Return the view for a later moment of a gang that runs; while workers do, it is stored at least each minute."""
@@ -288,8 +265,3 @@ def told_by_others(view: GangView | None, words: Iterable[Word]) -> GangView | N
         view.report(word.text, word.error, cause, view.now_s)
         view.error, view.cause, view.is_over = word.text, cause, True
     return view
-
-
-def as_dicts(events: Iterable[Happened]) -> list[dict[str, Any]]:
-    """Return events as the plain data that results and errors have."""
-    return [asdict(event) for event in events]

@@ -13,7 +13,7 @@ from ..texts import duration, moment, names, shortened
 from . import reported
 from .charts import chart_of_times
 from .parts import Block, Cell, Cells, Code, Facts, Keys, Page, Part, Section, Sentence, Table, WebLink
-from .words import Rank, outcome_of, ranks_of, sentence, timeline
+from .words import Rank, outcome_of, ranks_of, ranks_on, sentence, timeline, trained_s
 
 # More ranks become a cell for each node, and more nodes one without words of its own.
 _MAX_CELLS = 64
@@ -210,7 +210,7 @@ def _nodes(shown: _Shown) -> list[Part]:
 
 def _node_row(shown: _Shown, index: int) -> tuple[str | WebLink, ...]:
     view, node, place = shown.view, shown.view.nodes[index], shown.place
-    ranks = view.ranks_of(index)
+    ranks = ranks_on(view, index)
     numbers = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else shortened(ranks)
     codes = [node.exit_codes.get(rank) for rank in ranks if node.exit_codes]
     words = ["unknown" if code is None else str(code) if code >= 0 else signal_name(-code) for code in codes]
@@ -238,11 +238,12 @@ def _launch(shown: _Shown) -> list[Part]:
     view = shown.view
     function = view.facts.get("function", "")
     facts = {name: text for name, text in view.facts.items() if text != "none"}
-    whole = "so far" if view.trained_s is None else "with start" if view.launch == 0 else "the whole step"
+    trained = trained_s(view)
+    whole = "so far" if trained is None else "with start" if view.launch == 0 else "the whole step"
     left = "" if view.restarts_left is None else f" ({view.restarts_left} left in launch {view.launch})"
     rows = [
         ("started", moment(view.began) if view.began else ""),
-        ("trained", "" if view.trained_s is None else duration(view.trained_s)),
+        ("trained", "" if trained is None else duration(trained)),
         (whole, duration(view.seconds)),
         ("nodes", str(len(view.nodes))),
         ("ranks on each", str(view.nproc or "")),

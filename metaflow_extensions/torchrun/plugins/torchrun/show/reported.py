@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..gang.progress import number, percent, speed, speed_text, step
+from ..gang.progress import number, percent, speed, step
 from ..gang.view import GangView
 from ..texts import counted, names, size_text
 from .charts import chart_of_values
 from .parts import Bar, Block, Code, Facts, Part, Sentence, Table
+from .words import trained_s
 
 _NO_METRICS_S = 60.0  # a script that reports something may need so long until its first step
 _NO_METRICS = (
@@ -40,29 +41,21 @@ def progress(view: GangView) -> list[Part]:
     """Return what rank 0 has reported: a bar, the speed, a chart of each value; or that the scripts report nothing."""
     told = view.progress
     if told is None:
-        return [Sentence(_NO_METRICS)] if (view.trained_s or 0.0) > _NO_METRICS_S else []
+        return [Sentence(_NO_METRICS)] if (trained_s(view) or 0.0) > _NO_METRICS_S else []
     parts: list[Part] = []
-    rates, launch = told["rates"], told["launch"]
+    launch = told["launch"]
     if launch != view.launch:
-        rates = None
         parts.append(
             Sentence(f"Launch {view.launch} has reported nothing so far. This is what launch {launch} reported.")
         )
     rows = (
         ("rank 0", step(told)),
         ("speed", ", ".join(speed(told)[: None if view.outcome == "running" else 1])),
-        ("all ranks", _rates(rates) if rates is not None and rates["ranks"] > 1 else ""),
         ("last values", ", ".join(f"{key} {number(value)}" for key, value in told["last"].items())),
     )
     parts += [Facts(rows)] if told["total"] is None else [Bar(percent(told), view.outcome), Facts(rows)]
     series = {key: points for key, points in told["series"].items() if len(points) > 1}
     return [*parts, *(chart_of_values(key, points, told["last"].get(key)) for key, points in series.items())]
-
-
-def _rates(rates: Mapping[str, Any]) -> str:
-    slowest, by = rates["slowest"], rates["by"]
-    median = f"median of {rates['ranks']} ranks that report: {speed_text(rates['median'], by)}"
-    return f"{median}; slowest: rank {slowest['rank']}, {speed_text(slowest['speed'], by)}"
 
 
 def hangs(view: GangView) -> list[Part]:

@@ -79,7 +79,7 @@ def _lines(answer: Reply, before: Reply | None, rank: int | None, watch: bool, a
     """Return what is shown of an answer: where all ranks are, who has moved, and, unless it is watched, the stacks."""
     found = _read(answer)
     since_s = 0.0 if before is None else answer.time - before.time
-    moved, same = ([], []) if before is None else found.has_moved(_read(before))
+    moved, same = ([], []) if before is None else _moved(found, _read(before))
     if rank not in (None, *found.ranks) and found.launch is not None:
         text = f"Rank {rank} has not answered. Ranks that have: {', '.join(map(str, found.ranks)) or 'none'}."
         if not watch:
@@ -104,6 +104,19 @@ def _lines(answer: Reply, before: Reply | None, rank: int | None, watch: bool, a
 def _read(answer: Reply) -> GangStacks:
     found: GangStacks = from_plain(GangStacks, answer.data.get("found", {}), "the answer")
     return found
+
+
+def _moved(found: GangStacks, before: GangStacks) -> tuple[list[int], list[int]]:
+    """Return the ranks that have moved since an earlier answer, and those that are where they were.
+
+    Ranks whose stacks are not known at both moments are in neither list. Stacks of another generation can't be compared.
+    """
+    if (found.launch, found.generation) != (before.launch, before.generation):
+        return [], []
+    former = {rank: each.mark for rank, each in before.ranks.items() if each.mark}
+    known = {rank: each.mark for rank, each in found.ranks.items() if each.mark and rank in former}
+    moved = [rank for rank, mark in known.items() if mark != former[rank]]
+    return moved, [rank for rank in known if rank not in moved]
 
 
 def _headline(found: GangStacks) -> str:

@@ -62,7 +62,8 @@ class Places:
         if not self._placed:
             return [None]
         first, last = (max(0, bisect_right(times, stamp) - 1) for times in (self._late, self._begins))
-        return [each.node_of(rank) for each in self._placed[first : last + 1]]
+        at = ((each.nodes, rank // each.nproc) for each in self._placed[first : last + 1])
+        return [nodes[place] if 0 <= place < len(nodes) else None for nodes, place in at]
 
 
 def _stamp(seconds: float) -> str:

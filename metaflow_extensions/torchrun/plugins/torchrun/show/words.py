@@ -28,9 +28,29 @@ def ranks_of(view: GangView) -> list[Rank]:
     """Return all ranks in order; none before the first launch."""
     return [
         Rank(rank, node, _state(view, node, rank), view.nodes[node].exit_codes.get(rank))
-        for node in view.taking_part
-        for rank in view.ranks_of(node)
+        for node in taking_part(view)
+        for rank in ranks_on(view, node)
     ]
+
+
+def taking_part(view: GangView) -> list[int]:
+    """Return the nodes of the last generation, in the order of their ranks; before it, those that may take part."""
+    return [index for index, node in enumerate(view.nodes) if node.takes_part]
+
+
+def ranks_on(view: GangView, node: int) -> range:
+    """Return the ranks of a node; none if it takes no part, or before the first launch."""
+    if view.nproc is None or not view.nodes[node].takes_part:
+        return range(0)
+    first = taking_part(view).index(node) * view.nproc
+    return range(first, first + view.nproc)
+
+
+def trained_s(view: GangView) -> float | None:
+    """Return how long the last launch has taken from its start to its end, or until now; None before it."""
+    if view.began_s is None:
+        return None
+    return (view.since_s if view.outcome in ("done", "failed") else view.seconds) - view.began_s
 
 
 def _state(view: GangView, node: int, rank: int) -> str:
@@ -51,7 +71,7 @@ def outcome_of(view: GangView) -> Outcome:
 
 def sentence(view: GangView) -> str:
     """Return the outcome in one sentence."""
-    count = len(view.taking_part)
+    count = len(taking_part(view))
     ranks = "The workers" if view.nproc is None else counted(view.nproc * count, "rank")
     workers = ranks if len(view.nodes) == 1 else f"{ranks} on {counted(count, 'node')}"
     is_one, is_own = ranks == "1 rank", " The step's own code runs." * (view.ended_s is None and not view.is_over)
@@ -81,7 +101,7 @@ def sentence(view: GangView) -> str:
 
 def _took(view: GangView) -> str:
     """Return the durations that a page tells: of the last launch, and with the start, where that was for it alone."""
-    trained = f"trained {duration(view.trained_s or 0.0)}"
+    trained = f"trained {duration(trained_s(view) or 0.0)}"
     is_last = view.launch == 0 and (view.outcome == "running" or view.is_over or view.ended_s is not None)
     return f"{trained}, with start {duration(view.seconds)}" if is_last else trained
 

@@ -21,7 +21,6 @@ from ..events import Event
 from ..gang.cause import Cause, Failure, FailureText, failed
 from ..gang.group import Group
 from ..gang.messages import Report, Store, Stored, from_wire
-from ..gang.view import as_dicts
 from ..gang.wire import Plain, from_plain, to_plain
 from ..result import TorchrunResult
 from ..supervisor.call import Call, Outcome
@@ -149,7 +148,7 @@ class LaunchCall:
             cause = Cause("store", member.node, member.host, exception=f"has no result: {error}")
             after = f"\nThe workers of launch {verdict.launch} had ended well on all nodes."
             told = failed(LaunchFailed, FailureText(cause, after=after))
-            told.events = as_dicts(verdict.events)
+            told.events = to_plain(verdict.events)
             self._add_outputs(told)
             raise told from error
         return TorchrunResult(
@@ -163,7 +162,7 @@ class LaunchCall:
             restarts=list(outcome.restarts),
             duration_s=outcome.duration_s,
             exit_codes=dict(sorted(outcome.exit_codes.items())),
-            events=tuple(as_dicts(verdict.events)),
+            events=tuple(to_plain(verdict.events)),
             has_values="values" in fields,
             **fields,
         )
@@ -252,7 +251,7 @@ class LaunchCall:
             }
         if verdict.error is not None:
             self._verdict = verdict.error
-            verdict.error.events = as_dicts(verdict.events)
+            verdict.error.events = to_plain(verdict.events)
             self._add_outputs(verdict.error)
             raise verdict.error
         return outcome
