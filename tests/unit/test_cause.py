@@ -10,10 +10,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import (
     first_failure,
     remedy,
     remedy_of_exit,
-    rename_node,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.failures import of_launch
-from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 
 # --- which came first ------------------------------------------------------------------------------
 
@@ -171,13 +168,6 @@ def test_what_to_change_after_an_exception(exception, words):
 
 def no_mpi(kind="exception"):
     return Cause(kind, 1, "b", 3, 1, 1, NO_MPI, f"Traceback (most recent call last):\n{NO_MPI}")
-
-
-def test_the_error_of_a_single_node_can_name_the_node_in_whose_step_it_runs():
-    error = of_launch(Launch(2), Cause("exit", 0, "b", 3, 3, 1))
-    assert error.message.startswith("Rank 3 on node 0 (host b) exited with code 1.\nLaunch 2 was stopped on all nodes.")
-    rename_node(error, 5)
-    assert error.message.startswith("Rank 3 on node 5 (host b) exited")
 
 
 def test_only_what_a_worker_says_itself_has_a_remedy_after_what_has_happened():

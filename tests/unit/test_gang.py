@@ -127,12 +127,12 @@ def test_a_failure_stops_all_once_and_every_node_gets_the_first_as_its_verdict()
     gang = running(3)
     gang.failed(2, crash(2, "KeyError: second"), age_s=1.0)
     gang.now += 5
-    gang.say(1, say.Ended(0, False, 0, (Failure(crash(), 20.0, (2, 3)),)))  # the first, which is reported last
+    gang.say(1, say.Ended(0, False, 0, (Failure(crash(), 20.0),)))  # the first, which is reported last
     (stop,) = gang.got(0, "Stop")
     assert (stop.because, stop.teller) == ("Rank 4 on node 2 (host host-2) failed with KeyError: second", 2)
     assert gang.is_undecided()
     error = gang.play("stop").same_verdict()
-    said = f"Rank 2 on {NODE_1} failed with ValueError: loss is nan.\nIt exited with code 1.\nRank 3 failed in the same way."
+    said = f"Rank 2 on {NODE_1} failed with ValueError: loss is nan.\nIt exited with code 1."
     said += "\nLaunch 0 was stopped on all nodes. The reason: an error in your code."
     assert (type(error), str(error)) == (errors.LaunchFailed, said)
     for kind in ("Go", "Stop", "Verdict"):  # which is made into bytes once

@@ -87,15 +87,12 @@ class TorchrunSingleNodeMultiGPU(Runner):
 
 def _tell(error: BaseException, member: Any) -> None:
     """Print an error that ends a launch, as a gang's task does."""
-    from .errors import TorchrunError, TorchrunPreempted
-    from .gang.cause import rename_node
+    from .errors import TorchrunPreempted
     from .task.console import hurry
     from .task.report import end_with, print_errors_ourselves, report
 
     if isinstance(error, TorchrunPreempted | KeyboardInterrupt):
         hurry()
         member.link.send("hurry")
-    if isinstance(error, TorchrunError) and member.gang_knows(error) and current.get("is_parallel"):
-        rename_node(error, current.parallel.node_index)
     print_errors_ourselves(in_task=True)
     end_with(error, report(error, member.node, shared=True, known=False, stands_above=lambda _: member.shows_output))

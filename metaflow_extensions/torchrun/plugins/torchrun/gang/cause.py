@@ -112,7 +112,6 @@ class Cause:
     stdout: str = ""  # the end of the worker's stdout, for pages
     place: str = ""  # file and line of the user's code that raised the exception
     last_line: str = ""  # of its stderr, where no exception is known
-    also: str = ""  # the other ranks that failed in the same way: "ranks 0, 2"
 
     @property
     def category(self) -> str:
@@ -131,12 +130,6 @@ class Cause:
     def as_dict(self) -> dict[str, Any]:
         """Return the cause as the plain data that errors carry (`TorchrunError.cause`), with its class."""
         return {**asdict(self.bounded()), "category": self.category}
-
-    @property
-    def way(self) -> tuple[Any, ...]:
-        """How a worker failed; equal for ranks that failed in the same way."""
-        # One that has raised may have been killed before it could exit.
-        return self.kind, self.exception or self.exit_code, self.place, self.last_line
 
     def is_same_event(self, other: Cause) -> bool:
         """Return whether `other` describes the same failure, perhaps as another place in the code reported it."""
@@ -260,13 +253,6 @@ def retold(error: TorchrunError, cls: type[E], after: str = "") -> E:
     return told
 
 
-def rename_node(error: TorchrunError, node: int) -> None:
-    """Change the node in an error of a gang of one that runs on a node of another gang."""
-    if (failure := failure_of(error)) is not None:
-        renamed = failed(type(error), replace(failure, cause=replace(failure.cause, node=node)))
-        error.message, error.cause, error._failure = renamed.message, renamed.cause, renamed._failure
-
-
 def describe_exit(code: int) -> str:
     """Return an exit code (negative for a signal) in words."""
     if code >= 0:
@@ -290,7 +276,6 @@ class Failure:
 
     cause: Cause
     age_s: float = 0.0
-    ranks: tuple[int, ...] = ()  # of this node, that failed in the same way; the cause's is one of them
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:

@@ -90,17 +90,6 @@ def contradiction(ready: Mapping[int, Ready]) -> GangError | None:
     return None
 
 
-def devices(ready: Mapping[int, Ready]) -> str:
-    """Return which accelerators the workers see, and on which nodes, for the log; empty if there are none."""
-    said, seen = [], _by_value({node: own.facts.get("accelerators") for node, own in ready.items()})
-    for what, nodes in seen.items():
-        count, _, kind = (what or "").partition(" ")  # "8 nvidia", or "none"
-        if kind:
-            text = counted(int(count), "accelerator" if kind == "unknown" else f"{kind} accelerator")
-            said.append(f"{text} on {names(nodes) if len(seen) > 1 else 'each node'}")
-    return ", ".join(said)
-
-
 def _by_value(found: Mapping[int, Any]) -> dict[Any, list[int]]:
     values: dict[Any, list[int]] = {}
     for node, value in sorted(found.items()):
@@ -179,8 +168,6 @@ def of_launch(launch: Launch, cause: Cause | None, more: str = "") -> LaunchFail
     """Return what every node raises after a failed launch; `more` stands at the end."""
     if cause is None:
         return LaunchFailed(f"Launch {launch.number} failed.{more}")
-    others = launch.alike.get(hash(cause.way), set()) - {cause.rank}
-    cause = replace(cause, also=names(sorted(others), "rank") if others else "")
     cls, failure = _class_and_text(launch, cause)
     return failed(cls, replace(failure, after=failure.after + more))
 
@@ -205,12 +192,8 @@ def _class_and_text(launch: Launch, cause: Cause) -> tuple[type[LaunchFailed], F
     count = f" after {counted(launch.generation, 'restart')}" if launch.generation > 0 else ""
     # The classes are those of `restart_on`, which matters only with restarts.
     kind = f" (class {cause.category})" if launch.policy.max_restarts else ""
-    also = f"\n{cause.also.capitalize()} failed in the same way." if cause.also else ""
-    after = f"{also}\n{everywhere}{count}. The reason: {CATEGORY_TEXTS[cause.category]}{kind}."
+    after = f"\n{everywhere}{count}. The reason: {CATEGORY_TEXTS[cause.category]}{kind}."
     after += _about_restarts(launch, cause)
-    if launch.preempted is not None:
-        # Named by its host: `rename_node` changes the node index in the cause, but not in this text.
-        after += f" Meanwhile host {launch.preempted.host} {launch.preempted.what}."
     return LaunchFailed, FailureText(cause, before=_early_hint(launch, cause), after=after)
 
 
@@ -231,6 +214,6 @@ def _about_restarts(launch: Launch, cause: Cause) -> str:
         return f" It failed so {count} times in a row, each time {within}, so it is not started again."
     # An error in the user's code, as a rule, comes again.
     is_possible = cause.category in policy.restart_on - GONE - {"user"}
-    if policy.max_restarts or not is_possible or launch.given_up or launch.preempted is not None:
+    if policy.max_restarts or not is_possible or launch.given_up or launch.leaving:
         return ""
     return "\nWith max_restarts=N, all workers start again after such a failure, up to N times."

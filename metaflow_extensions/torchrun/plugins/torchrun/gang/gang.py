@@ -564,11 +564,10 @@ class Gang:
         launch.begin_generation(self._now, group, tasks)
         self.phase = Phase.RUNNING
         self._see_go(came)
-        of_group = {node: self._calls[node] for node in group.nodes}
         about = (launch.number, launch.generation, port, self.rules.name, launch.limit)
         again = "; ".join(filter(None, (launch.again, failures.change_of_nodes(left, came, group.size))))
         restart = (tuple(left), tuple(came), again, launch.restarts_for)
-        self._broadcast(Go(*about, failures.devices(of_group), group, *restart))
+        self._broadcast(Go(*about, group, *restart))
         asked, self.stacks = self.stacks.asked, Stacks()
         if asked not in (None, HANG):  # who may still wait for an answer hears of the new workers
             self._ask_stacks(asked)

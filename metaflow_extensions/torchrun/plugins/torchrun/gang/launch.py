@@ -41,7 +41,6 @@ class Launch:
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, of which `first` is kept
     fails: bool = False  # whether this generation does, or what it has left can't be stored
     first: Failure | None = None  # the first failure of this generation; its age is as of the clock's zero
-    alike: dict[int, set[int]] = field(default_factory=dict)  # hash of the way in which ranks failed -> those ranks
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
     leaving: dict[int, Cause] = field(default_factory=dict)  # nodes that were told to end
     tasks: dict[int, str] = field(default_factory=dict)  # of this generation, by node
@@ -59,7 +58,7 @@ class Launch:
         self.went_at, self.group, self.tasks, self.running, self.starting = now, group, tasks, set(tasks), set(tasks)
         self.generation, self.active_at, self.has_begun, self.until = self.generation + 1, now, False, float("inf")
         self.forget_failures()
-        for each in (self.ended, self.stores, self.alike, self.values):
+        for each in (self.ended, self.stores, self.values):
             each.clear()
 
     @property
@@ -87,18 +86,12 @@ class Launch:
         for each in failures:
             self.fails, dated = True, Failure(each.cause, each.age_s - now)
             self.first = dated if self.first is None else first_failure((self.first, dated))
-            self.alike.setdefault(hash(each.cause.way), set()).update(each.ranks)
             if each.cause.category == "preempted":
                 self.leaving[each.cause.node] = each.cause
 
     def forget_failures(self) -> None:
         """Forget those that are dealt with: what fails from now on is another cause."""
         self.fails, self.first = False, None
-
-    @property
-    def preempted(self) -> Cause | None:
-        """Why a node will not come back, even if that was not the first failure."""
-        return next(iter(self.leaving.values()), None)
 
     @property
     def cause(self) -> Cause | None:

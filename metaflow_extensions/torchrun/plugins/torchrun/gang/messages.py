@@ -174,7 +174,6 @@ class Go:
     port: int  # port of the rendezvous on the control node
     gang: str  # the gang's own name; it goes into the name of the rendezvous
     max_restarts: int  # the workers' ``TORCHELASTIC_MAX_RESTARTS``
-    devices: str = ""  # which accelerators there are on which nodes, for the log
     group: Group | None = None  # the nodes that start workers, the others wait; None: all do
     # Of a restart, the nodes that take part no more, and those that do instead; a node with a new task is in both.
     left: tuple[int, ...] = ()

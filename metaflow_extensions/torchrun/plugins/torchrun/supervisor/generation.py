@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -286,10 +285,7 @@ class Generation:
             dated = [(self._failed_at, self._why_agent_failed())]
         now = time.monotonic()
         first = first_failure(Failure(cause, now - at) for at, cause in dated)
-        if first is None:
-            return ()
-        alike = (cause.rank for _, cause in dated if cause.way == first.cause.way)
-        return (replace(first, ranks=tuple(rank for rank in alike if rank is not None)),)
+        return () if first is None else (first,)
 
     def _why_agent_failed(self) -> Cause:
         end = self._end or End(None)
