@@ -15,7 +15,7 @@ import pytest
 from flow_runs import write_flow
 from limits import eventually, limit_s
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import remedy
+from metaflow_extensions.torchrun.plugins.torchrun.worker.remedies import remedy
 
 # Node 0 has ranks 0 and 1, node 1 has ranks 2 and 3.
 TWO = [{"entrypoint": "worker.py", "nproc_per_node": 2}]

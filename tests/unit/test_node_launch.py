@@ -48,17 +48,17 @@ def node(tmp_path):
 # --- failures of this node --------------------------------------------------------------------------
 
 
-def test_the_ranks_that_fail_in_the_same_way_are_told_with_the_first(node):
+def test_the_rank_that_fails_first_is_told(node):
     agent = node.running()
     now = time.monotonic()
     for local_rank, at in ((0, now), (1, now - 1.0)):
         record = {"exception": "ValueError: nan", "traceback": "", "at": at}
         write(node.worker_writes(agent, "stderr", "", local_rank) / "exception.json", json.dumps(record))
     node.worker_ended(agent, 0, 1, at=now)
-    assert [each.ranks for each in node.expect(Failed).failures] == [(0,)]
+    assert [each.cause.rank for each in node.expect(Failed).failures] == [0]
     node.worker_ended(agent, 1, -signal.SIGTERM, stopped=True)  # it was killed after it had raised
     (failure,) = node.ends(agent).failures
-    assert (failure.cause.rank, failure.ranks) == (1, (1, 0))
+    assert failure.cause.rank == 1
 
 
 # --- what follows on what -------------------------------------------------------------------------

@@ -234,3 +234,7 @@ def test_a_worker_that_trains_and_never_has_a_process_group_leaves_word(program,
     done, _ = work(text, WORLD_SIZE="2")
     assert (done.returncode, done.stderr) == (0, "")
     assert [path.name for path in folder.iterdir()] == (["trained-alone"] if alone else [])
+
+
+def test_a_worker_says_what_to_change_after_an_exception_that_is_known(work):
+    assert "Workers have no keyboard." in work("raise EOFError('EOF when reading a line')")[1].advice

@@ -24,7 +24,7 @@ TERMINATED = -signal.SIGTERM
 
 
 def own_record(at, exception="RuntimeError: recorded", trace="Traceback: ours\n"):
-    return json.dumps({"exception": exception, "traceback": trace, "at": at})
+    return json.dumps({"exception": exception, "traceback": trace, "at": at, "advice": ""})
 
 
 class Node:

@@ -108,7 +108,7 @@ class Cause:
     exit_code: int | None = None  # negative for a signal, as `subprocess` has it
     exception: str | None = None  # type and message; for "oom" what the kernel says
     detail: str = ""  # traceback, or the end of the worker's stderr
-    advice: str = ""  # what to change, where the node knows
+    advice: str = ""  # what to change, where the node or the worker knows
     stdout: str = ""  # the end of the worker's stdout, for pages
     place: str = ""  # file and line of the user's code that raised the exception
     last_line: str = ""  # of its stderr, where no exception is known
@@ -166,21 +166,13 @@ class Cause:
         end = describe_exit(self.exit_code) if self.exit_code is not None else "failed"
         return f"{end}; the last line of its stderr: {self.last_line}" if self.last_line else end
 
-    @property
-    def remedy(self) -> str:
-        """What to change, if the exception's own text does not say it; empty if nothing is known."""
-        if self.advice:
-            return self.advice
-        raised = self.exception if self.kind == "exception" else self.last_line if self.kind == "exit" else ""
-        return remedy(raised) if raised else ""
-
     def describe(self) -> str:
         """Return the full report: who, what, exit status, what to change, traceback or stderr."""
         lines = [f"{self.who[0].upper()}{self.who[1:]} {self.what}" + ("" if self.what.endswith(ENDS) else ".")]
         is_said = self.exception is None or self.kind in ("command", "agent", "agent_ended", "signal", "oom")
         if self.exit_code is not None and not is_said:
             lines.append(f"It {describe_exit(self.exit_code)}.")
-        lines += [self.remedy] if self.remedy else []
+        lines += [self.advice] if self.advice else []
         if self.detail and self.kind not in _TELLING:
             lines.append(f"Last lines of its {'output' if self.kind == 'command' else 'stderr'}:")
         # Metaflow's console strips leading spaces; behind the bar the indentation survives.
@@ -216,7 +208,7 @@ class FailureText:
 
     def without_report(self) -> str:
         """Return only what to change, for a log that has just shown everything else."""
-        return self._with(self.cause.remedy).strip()
+        return self._with(self.cause.advice).strip()
 
     def _with(self, report: str) -> str:
         return f"{self.before}{report if self.instead is None else self.instead}{self.after}"
@@ -285,59 +277,6 @@ def first_failure(failures: Iterable[Failure]) -> Failure | None:
 
 # --- what to change -----------------------------------------------------------------------------
 
-# Most are about a backend of ``torch.distributed`` that the PyTorch or the node of a script does not have. Nothing can
-# check that before the launch, since only the script names its backend.
-_NO_CUDA = (
-    "This PyTorch is built without CUDA. Install one for CUDA where the step runs, or let the script use the CPU "
-    'and the backend "gloo".'
-)
-_NO_GPU = (
-    "No GPU is visible to this process. Request GPUs by gpu=... of @kubernetes, @batch or @resources, look at the "
-    'driver and at CUDA_VISIBLE_DEVICES, or let the script use the CPU and the backend "gloo".'
-)
-_ONE_GPU_EACH = (
-    "Each process needs a GPU of its own: let nproc_per_node be at most the GPUs of a node, and call "
-    'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before init_process_group.'
-)
-
-# What torch 2.13 raises, in distributed/distributed_c10d.py, cuda/__init__.py and ProcessGroupNCCL.cpp, CUDA, and
-# NCCL (init.cc). Some of it is older than torch 2.1, and worded the same there.
-_REMEDIES = [
-    (
-        r"package doesn't have MPI built in",
-        'The PyTorch of PyPI has no MPI. Use the backend "gloo" on CPUs or "nccl" on GPUs: both do without. If it has '
-        "to be MPI, it takes a PyTorch that is built with it, and mpirun to start the ranks.",
-    ),
-    (r"package doesn't have NCCL built in|Torch not compiled with CUDA enabled", _NO_CUDA),
-    (
-        r"package doesn't have (XCCL|Gloo) built in|Torch not compiled with \w+ enabled",
-        "This PyTorch is built without it. Install another build where the step runs, or choose another backend or device.",
-    ),
-    (
-        r"Unknown (c10d )?backend type",
-        'PyTorch itself has "gloo" for CPUs and "nccl" for GPUs. Any other name has to be registered by a package that the '
-        "script imports before init_process_group.",
-    ),
-    (
-        r"Default process group has not been initialized",
-        'No process group exists. For a function, current.torch.run(..., process_group="auto") makes one on every rank and '
-        "ends it after; a script calls torch.distributed.init_process_group().",
-    ),
-    (
-        r"trying to initialize the default process group twice",
-        "A process group exists already. A function that current.torch.run(..., process_group=...) calls has one: leave out "
-        "process_group or its own init_process_group().",
-    ),
-    (
-        r"^(bdb\.)?BdbQuit|^EOFError: EOF when reading a line",
-        "Workers have no keyboard. To use a breakpoint, start the script in a terminal, with torchrun and one process.",
-    ),
-    (r"only supported with GPUs, no GPUs found|Found no NVIDIA driver|No CUDA GPUs are available", _NO_GPU),
-    # Of two ranks on one GPU, NCCL 2.18 to 2.28 say the second, 2.30 the third.
-    (r"invalid device ordinal|Duplicate GPU detected|Multiple Ranks are using the same GPU", _ONE_GPU_EACH),
-]
-
-
 # What argparse, click and their kin end with where they refuse the arguments (Python 3.10 to 3.14).
 _REFUSED = 2
 # What stderr has after an abort, and what to change.
@@ -369,8 +308,3 @@ def remedy_of_exit(code: int | None, bools: Sequence[tuple[str, bool]], stderr: 
         f"If it has refused its arguments: { ({name: value})!r} in entrypoint_args is passed as two words, {option} "
         f"{str(value).lower()}. Write { ({name: None})!r} for a flag without a value, and leave out a flag that is not set."
     )
-
-
-def remedy(exception: str) -> str:
-    """Return what to change after an exception, given as type and message; empty where nothing is known."""
-    return next((text for pattern, text in _REMEDIES if re.search(pattern, exception)), "")

@@ -21,6 +21,7 @@ from ..gang.messages import Go
 from ..machine.aside import STUCK_S, Aside
 from ..machine.cgroup import describe_oom, oom_kills
 from ..texts import headline
+from ..worker.remedies import remedy
 from .agent import AgentProcess, WorkerEnded
 from .call import Call
 from .pipes import LogReader
@@ -122,7 +123,7 @@ class Workers:
             if end.stopped and record.at > told:
                 return None
             shown = None if end.stopped and is_signal else code
-            cause = Cause("exception", *who, shown, record.exception, record.traceback, "", stdout)
+            cause = Cause("exception", *who, shown, record.exception, record.traceback, record.advice, stdout)
             return record.at, replace(cause, place=_place(record.traceback))
         if end.stopped:
             return None  # it obeyed the signal
@@ -133,7 +134,7 @@ class Workers:
         last = lines.rstrip().rpartition("\n")[2]
         # An indented line belongs to what stands before it, as the source line to a warning.
         last = headline(last) if last and not last[0].isspace() else ""
-        return end.at, Cause("exit", *who, code, None, lines, advice, stdout, last_line=last)
+        return end.at, Cause("exit", *who, code, None, lines, advice or remedy(last), stdout, last_line=last)
 
 
 def _place(traceback: str) -> str:
@@ -186,6 +187,7 @@ class Record:
     exception: str  # type and message
     traceback: str
     at: float  # when it was raised, in this machine's monotonic seconds
+    advice: str  # what to change
 
 
 def read_record(folder: str) -> Record | None:
@@ -193,7 +195,8 @@ def read_record(folder: str) -> Record | None:
     with suppress(OSError, ValueError, TypeError, KeyError):
         with open(os.path.join(folder, "exception.json"), encoding="utf-8", errors="replace") as file:
             data = json.load(file)
-        return Record(_printable(data["exception"]).rstrip(), _printable(data["traceback"]).rstrip(), float(data["at"]))
+        said, trace = (_printable(data[name]).rstrip() for name in ("exception", "traceback"))
+        return Record(said, trace, float(data["at"]), str(data.get("advice", "")))
     return None
 
 

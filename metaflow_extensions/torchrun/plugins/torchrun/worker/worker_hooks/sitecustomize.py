@@ -148,7 +148,8 @@ def _record(path: str, error: BaseException, trace: "TracebackType | None") -> N
     import json
 
     with open(path + ".part", "w", encoding="ascii") as file:
-        record = {"exception": _name(error), "traceback": _traceback(error, trace), "at": at}
+        name = _name(error)
+        record = {"exception": name, "traceback": _traceback(error, trace), "at": at, "advice": _advice(name)}
         json.dump(record, file)
     os.replace(path + ".part", path)
 
@@ -163,6 +164,16 @@ def _name(error: BaseException) -> str:
     except BaseException:
         text = "<exception str() failed>"
     return name + ": " + _shortened(text, _MAX_CHARS) if text else name
+
+
+def _advice(name: str) -> str:
+    """Return what to change after an exception; empty where nothing is known."""
+    try:
+        import runpy
+
+        return str(runpy.run_path(os.path.join(_SCRIPTS, "remedies.py"))["remedy"](name))
+    except BaseException:  # then there is the name
+        return ""
 
 
 def _traceback(error: BaseException, trace: "TracebackType | None") -> str:
