@@ -123,7 +123,7 @@ class Story(GangOf):
     @property
     def view(self):
         """What is known now, as it comes back from the datastore."""
-        stored = json.dumps(self.state.view.stored(), allow_nan=False)
+        stored = json.dumps(to_plain(self.state.view), allow_nan=False)
         return GangView.read(json.loads(stored)).at(self.now)
 
 

@@ -15,7 +15,6 @@ from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.gang.group import Group
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Ask,
     Ended,
@@ -26,7 +25,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Store,
     Verdict,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import Group, LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import generation
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.agent import (
     AgentEnded,

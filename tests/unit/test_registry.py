@@ -6,6 +6,7 @@ import pytest
 from gang_views import BEGAN, Story
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Word
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.registry import AddressRecord, Registry
 
 RECORD = AddressRecord(("10.0.0.7", "fd00::7"), 40123, "secret")
@@ -69,7 +70,7 @@ def test_what_a_replacement_tells_counts_before_what_the_job_tells_and_neither_o
     registry.save_word(Word("größe 🙂*\nmore", BEGAN + 11.0, 2), "replacement", 1.0)
     found = registry_of(flow).load_view()
     assert (found.error, found.since_s, found.events[-1].text) == ("größe 🙂*\nmore", 11.0, "the job's")
-    assert json.loads(flow.stored["7", "train", "3", 0, "torchrun_view.json"]) == KNOWN.stored()
+    assert json.loads(flow.stored["7", "train", "3", 0, "torchrun_view.json"]) == to_plain(KNOWN)
 
 
 def test_where_the_control_node_has_stored_nothing_what_others_tell_is_all(flow):

@@ -85,7 +85,7 @@ class Registry:
 
     def save_view(self, view: GangView, patience_s: float) -> None:
         """Write what is known of the gang."""
-        self._save(_VIEW, view.stored(), patience_s)
+        self._save(_VIEW, to_plain(view), patience_s)
 
     def load_view(self, patience_s: float = 0.0) -> GangView | None:
         """Return what `save_view` wrote last, or None, with what others told of the control node's end.

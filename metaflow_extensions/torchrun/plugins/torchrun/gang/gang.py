@@ -20,7 +20,6 @@ from ..errors import GangError, TorchrunError
 from ..texts import counted, headline, moment, names, size_text
 from . import failures
 from .cause import Cause, Failure, FailureText, cause_of, describe_exit, failure_of
-from .group import Group, follow
 from .launch import GONE, Launch
 from .limits import FIRST_OUTPUT_S, INDEX_S, LATE_S, QUIET_S, REMIND_S, SAVE_S
 from .messages import (
@@ -43,7 +42,7 @@ from .messages import (
     Stored,
     Verdict,
 )
-from .policy import Rules
+from .policy import Group, Rules, follow
 from .progress import Progress
 from .stacks import HANG, NO_WORKERS, Stacks, conclude, hang
 from .view import GangView, NodeView, Presence, State

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 from ..errors import TorchrunError
 from .cause import Cause, Failure, first_failure
-from .group import Group
 from .limits import ALIKE_ENDS, ALIKE_S
 from .messages import Ended, Ready
-from .policy import LaunchPolicy
+from .policy import Group, LaunchPolicy
 
 # What an agent prints when its store can't listen (TCPStore, torch 2.13).
 _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)

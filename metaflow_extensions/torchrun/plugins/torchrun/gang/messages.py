@@ -38,8 +38,7 @@ from typing import Any, Literal, TypeAlias
 
 from ..errors import TorchrunError
 from .cause import Cause, Failure
-from .group import Group
-from .policy import LaunchPolicy
+from .policy import Group, LaunchPolicy
 from .view import Happened
 from .wire import from_plain, to_plain
 

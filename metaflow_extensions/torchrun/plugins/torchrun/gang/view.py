@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ..machine.frames import begin_of
 from .cause import Cause
-from .wire import from_plain, to_plain
+from .wire import from_plain
 
 VERSION = 2  # of the stored form
 State = Literal[
@@ -215,14 +215,9 @@ class GangView:
             return replace(self, is_silent=True)
         return replace(self, now_s=max(now_s, self.now_s))
 
-    def stored(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        plain: dict[str, Any] = to_plain(self)
-        return plain
-
     @staticmethod
     def read(stored: Mapping[str, Any]) -> GangView:
-        """Return what `stored` was; raise ValueError if it is none, or of another version."""
+        """Return what was stored by `to_plain`; raise ValueError if it is none, or of another version."""
         if stored.get("version") != VERSION:
             raise ValueError(
                 f"what is stored of the gang is of another version of metaflow-torchrun: {stored.get('version')}"

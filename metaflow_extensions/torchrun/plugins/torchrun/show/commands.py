@@ -19,6 +19,7 @@ from ..compat.cli import CommandException, click
 from ..compat.graph import parallel_steps
 from ..compat.renamed import check
 from ..gang.view import GangView
+from ..gang.wire import to_plain
 from ..texts import moment, names
 from .finding import PAUSE_S, WHICH, await_gang, command, find, find_one, json_option
 from .outputs_command import outputs
@@ -118,7 +119,7 @@ def _as_data(place: Place, view: GangView | None) -> dict[str, Any]:
     return {
         **{name: getattr(place, name) for name in ("run", "control_task", "tasks", "attempt", "last_attempt")},
         "clone": place.clone and dict(zip(("run", "control_task"), place.clone, strict=True)),
-        **({} if view is None else view.stored()),
+        **({} if view is None else to_plain(view)),
         "outcome": None if view is None else place.outcome(view),
         "sentence": None if view is None else place.sentence(view),
     }

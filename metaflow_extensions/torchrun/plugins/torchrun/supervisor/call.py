@@ -9,9 +9,8 @@ import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..gang.group import Group
 from ..gang.messages import Verdict
-from ..gang.policy import LaunchPolicy
+from ..gang.policy import Group, LaunchPolicy
 from ..machine.accelerators import Machine
 
 

@@ -20,7 +20,7 @@ from ..errors import GangError
 from ..gang.gang import Gang, Outgoing
 from ..gang.messages import CONTROL, Abort, Join, Lines, Message
 from ..gang.policy import Rules
-from ..gang.wire import Plain
+from ..gang.wire import Plain, to_plain
 from ..machine.network import listening_socket, pick_port, room_for_connections
 from ..machine.pods import why_it_waits
 from ..machine.processes import Process, send_signal
@@ -134,7 +134,7 @@ class ControlSide(Side):
         """
         counts = [self.gang.changes, self.gang.numbers]
         has_more = counts[0] != known[0] or (with_numbers and counts != known)
-        return {"counts": counts, "view": self.gang.view.stored() if has_more else None}
+        return {"counts": counts, "view": to_plain(self.gang.view) if has_more else None}
 
     def states(self) -> list[str]:
         """Return where the nodes' tasks are."""
@@ -151,7 +151,7 @@ class ControlSide(Side):
         self._stop_listening()
         await close_all(self._connections.copy())
         self._relay.say_all_left_out()
-        return {"states": self.states(), "view": self.gang.view.stored()}
+        return {"states": self.states(), "view": to_plain(self.gang.view)}
 
     async def end(self) -> None:
         """Hold the gang until all nodes know its end; the next attempt may want the port."""

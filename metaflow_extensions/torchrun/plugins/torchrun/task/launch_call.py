@@ -19,8 +19,8 @@ from typing import Any
 from ..errors import LaunchFailed, TorchrunError
 from ..events import Event
 from ..gang.cause import Cause, Failure, FailureText, failed
-from ..gang.group import Group
 from ..gang.messages import Report, Store, Stored, from_wire
+from ..gang.policy import Group
 from ..gang.wire import Plain, from_plain, to_plain
 from ..result import TorchrunResult
 from ..supervisor.call import Call, Outcome

@@ -10,8 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..errors import EntrypointError
-from ..gang.group import Group
-from ..gang.policy import LaunchPolicy
+from ..gang.policy import Group, LaunchPolicy
 from ..settings import RunSettings
 from ..supervisor.call import Call
 from .arguments import Position, entrypoint_arguments
