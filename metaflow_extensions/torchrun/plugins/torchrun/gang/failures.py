@@ -80,7 +80,9 @@ def contradiction(ready: Mapping[int, Ready]) -> GangError | None:
     """Return the error if the nodes' settings or software differ, with nodes and values; else None."""
     for key, name in _MUST_AGREE.items():
         find = _kind if key == "devices" else lambda own, key=key: getattr(own, key, own.facts.get(key))
-        values = _by_value({node: find(own) for node, own in ready.items()})
+        values: dict[Any, list[int]] = {}
+        for node, own in sorted(ready.items()):
+            values.setdefault(find(own), []).append(node)
         if len(values) > 1:
             listed = first_values([f"{names(nodes)}: {value}" for value, nodes in values.items()])
             return GangError(
@@ -88,13 +90,6 @@ def contradiction(ready: Mapping[int, Ready]) -> GangError | None:
                 "with the same settings, on the same software and kind of devices." + _REMEDIES.get(key, "")
             )
     return None
-
-
-def _by_value(found: Mapping[int, Any]) -> dict[Any, list[int]]:
-    values: dict[Any, list[int]] = {}
-    for node, value in sorted(found.items()):
-        values.setdefault(value, []).append(node)
-    return values
 
 
 def _kind(ready: Ready) -> str:

@@ -567,9 +567,6 @@ class Gang:
         again = "; ".join(filter(None, (launch.again, failures.change_of_nodes(left, came, group.size))))
         restart = (tuple(left), tuple(came), again, launch.restarts_for)
         self._broadcast(Go(*about, group, *restart))
-        asked, self.stacks = self.stacks.asked, Stacks()
-        if asked not in (None, HANG):  # who may still wait for an answer hears of the new workers
-            self._ask_stacks(asked)
 
     def _see_go(self, came: list[int]) -> None:
         """Note that a generation begins."""
