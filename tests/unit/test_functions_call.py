@@ -19,6 +19,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunPreempted,
     WorkerFailed,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText, failed
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.task.arguments import Position
@@ -27,7 +28,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FUN
 from metaflow_extensions.torchrun.plugins.torchrun.task.make_call import make_call
 
 CALL = Call(FUNCTION_WORKER, ("folder",), False, nproc=2, num_nodes=2, node_index=1, python="python3")
-CAUSE = {"kind": "exception", "node": 1, "rank": 2, "local_rank": 0, "host": "host-1"}
+CAUSE = Cause("exception", 1, "host-1", 2, 0)
 
 
 def train(epochs=1):
@@ -158,6 +159,10 @@ def test_a_task_that_has_come_in_the_place_of_another_loads_the_values_of_its_ra
 # --- what an error becomes ------------------------------------------------------------------------------
 
 
+def verdict_of(cls=LaunchFailed, text="the gang's words", **cause):
+    return failed(cls, FailureText(replace(CAUSE, **cause), instead=text))
+
+
 def knowing(error):
     """Return an error with all that the gang knows of a failure."""
     error.events, error.outputs = [{"kind": "failed"}], Outputs({}, {})
@@ -168,22 +173,22 @@ def knowing(error):
 def test_the_exception_of_another_nodes_rank_comes_through_the_store(stored, make):
     store = MemoryStore()
     store.save(pickle.dumps(KeyError("lr")))
-    verdict = knowing(LaunchFailed("the gang's words", CAUSE))
+    verdict = knowing(verdict_of())
     error = make(store=store).original(verdict, stored)
     if stored == {"2": "0"}:
         assert (type(error), error.args) == (KeyError, ("lr",))
     else:
-        assert (type(error), error.message, error.cause) == (WorkerFailed, "the gang's words", CAUSE)
+        assert (type(error), error.message, error.cause) == (WorkerFailed, "the gang's words", verdict.cause)
         assert (error.events, error.outputs) == (verdict.events, verdict.outputs)
 
 
 # How the gang has seen the end of the worker, and whether that may have been the exception that it has left.
 SEEN = [
-    *((LaunchFailed("the gang's words", {**CAUSE, "kind": kind}), True) for kind in ("exception", "exit", "signal")),
-    (LaunchFailed("out of memory", {**CAUSE, "kind": "oom"}), False),
-    (LaunchFailed("the node vanished", {**CAUSE, "kind": "lost", "rank": None}), False),
+    *((verdict_of(kind=kind), True) for kind in ("exception", "exit", "signal")),
+    (verdict_of(text="out of memory", kind="oom"), False),
+    (verdict_of(text="the node vanished", kind="lost", rank=None), False),
     (LaunchFailed("nobody knows"), False),
-    *((cls("the gang's words", CAUSE), False) for cls in (LaunchTimeout, LaunchHung, TorchrunPreempted)),
+    *((verdict_of(cls), False) for cls in (LaunchTimeout, LaunchHung, TorchrunPreempted)),
 ]
 
 

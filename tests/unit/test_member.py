@@ -18,6 +18,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     LaunchFailed,
     TorchrunPreempted,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText, failed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import (
     Abort,
     Answer,
@@ -31,7 +32,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.task import orders
 from metaflow_extensions.torchrun.plugins.torchrun.task.member import Member
 
 POOL = Path(__file__).parent / "programs" / "pool.py"
-CRASH = LaunchFailed("Rank 3 failed", {"kind": "exception", "node": 1, "host": "host-1"})
+CRASH = failed(LaunchFailed, FailureText(Cause("exception", 1, "host-1"), instead="Rank 3 failed"))
 DONE = Leave("done")
 ABORT = "deliver", to_wire(Abort(CRASH))
 
@@ -91,7 +92,7 @@ def chained(cause=None, context=None):
     return error
 
 
-OTHER = LaunchFailed("another", {**CRASH.cause, "node": 2})
+OTHER = failed(LaunchFailed, FailureText(Cause("exception", 2, "host-1"), instead="another"))
 
 
 @pytest.mark.parametrize(

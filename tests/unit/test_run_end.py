@@ -31,5 +31,5 @@ def test_the_command_that_shows_the_gang_is_the_last_line_whatever_the_datastore
     assert told(error=KeyboardInterrupt()) == [SHOW]
     assert told(step="join") == told(step="train2") == told(error=MetaflowException("Step *train* failed")) == []
     (path,) = tmp_path.rglob("*torchrun_view.json")
-    path.write_text(json.dumps({"version": 2, "events": [None]}))
+    path.write_text(json.dumps({"version": 2, "events": ["torn"]}))
     assert told() == [SHOW]

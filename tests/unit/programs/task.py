@@ -17,7 +17,7 @@ class Outcome:
     def __init__(self, call, done, rank, record):
         worker = Call("", (), False, nproc=1, num_nodes=rank + 1, node_index=rank, python="")
         self.done, self.rank, self.record = done, rank, record
-        verdict = LaunchFailed("the gang's words", {"kind": "exception", "node": 1, "rank": rank, "host": "h"})
+        verdict = failed(LaunchFailed, FailureText(Cause("exception", 1, "h", rank), instead="the gang's words"))
         self.error = call.original(verdict, {})
         self.values = call.result(worker, {}, print)["values"]
         self.went_wrong = self.error is not verdict and not isinstance(self.error, WorkerFailed)
@@ -91,6 +91,7 @@ def main(program):
 import pickle  # noqa: E402
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, WorkerFailed  # noqa: E402
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText, failed  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import WORKER_HOOKS  # noqa: E402
