@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -226,8 +226,11 @@ def failed(cls: type[E], failure: FailureText) -> E:
 
 
 def failure_of(error: TorchrunError) -> FailureText | None:
-    """Return the failure behind an error; None if no node has failed. An error that was pickled has only a text."""
+    """Return the failure behind an error; None if no node has failed. One that was pickled or stored has only a text."""
     failure: FailureText | None = error._failure
+    if failure is None and error.cause is not None:
+        told = {each.name: error.cause[each.name] for each in fields(Cause) if each.name in error.cause}
+        return FailureText(Cause(**told), instead=error.message)
     return failure
 
 

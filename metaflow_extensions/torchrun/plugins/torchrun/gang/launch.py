@@ -15,7 +15,6 @@ from .policy import Group, LaunchPolicy
 # What an agent prints when its store can't listen (TCPStore, torch 2.13).
 _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _MAX_MOVES = 3
-_NO_LIMITS = LaunchPolicy()
 GONE = frozenset({"node_lost", "preempted"})
 """The classes of causes with which a node is gone, or about to go."""
 
@@ -63,7 +62,7 @@ class Launch:
     @property
     def policy(self) -> LaunchPolicy:
         """Limits and restarts."""
-        return self.control.policy or _NO_LIMITS
+        return self.control.policy or LaunchPolicy()
 
     @property
     def limit(self) -> int:
