@@ -91,15 +91,9 @@ class Progress:
         self._paces[node] = at_s, metrics.paces
         has_rank_0 = 0 in metrics.paces or bool(metrics.points) or metrics.step is not None
         is_first = has_rank_0 and self._node is None
-        if has_rank_0 or node == self._node:
-            self._node = node
-            self._take_of_rank_0(metrics)
-        if is_first:
-            self._says_at = at_s + FIRST_LINE_S
-        return said(self.record) if is_first else ""
-
-    def _take_of_rank_0(self, metrics: Metrics) -> None:
-        told = self.record
+        if not has_rank_0 and node != self._node:
+            return ""
+        self._node, told = node, self.record
         self._has_news |= bool(metrics.points) or metrics.step not in (None, told["step"])
         told["step"] = told["step"] if metrics.step is None else metrics.step
         told["total"] = told["total"] if metrics.total is None else metrics.total
@@ -109,6 +103,9 @@ class Progress:
                 told["last"][key] = value
         told["series"] = {key: list(each.points) for key, each in self._series.items()}
         self._see_speed(metrics.paces.get(0, Pace()).steps_per_s)
+        if is_first:
+            self._says_at = at_s + FIRST_LINE_S
+        return said(told) if is_first else ""
 
     def _see_speed(self, steps_per_s: float | None, has_ended_well: bool = False) -> None:
         """Note rank 0's speed, and what follows from it and the step."""
