@@ -14,7 +14,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import Datas
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError, TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.task import launch_outputs as storing
-from metaflow_extensions.torchrun.plugins.torchrun.task.launch_outputs import FilesUpload, LaunchOutputs
+from metaflow_extensions.torchrun.plugins.torchrun.task.launch_outputs import LaunchOutputs, upload
 
 KIB = 1024
 
@@ -41,19 +41,11 @@ def small(monkeypatch):
     monkeypatch.setattr(storing, "PART_BYTES", 64 * KIB)
 
 
-def to_store(root, store, *patterns, within_s=None):
-    return FilesUpload(patterns, str(root), store, within_s).to_store
-
-
-def stored(root, store, *patterns, **more):
+def stored(root, store, *patterns, within_s=None, begin=lambda *_: None, lines=None):
     """Store what patterns name; return the entry of the node in a result."""
-    return entry_of(to_store(root, store, *patterns, **more))
-
-
-def entry_of(upload):
-    for step in upload.steps:
-        step.do()
-    return tuple(upload.stored[name] for name in ("key", "files", "size"))
+    told, said = upload(store, patterns, str(root), within_s, begin)
+    (lines if lines is not None else []).extend(said)
+    return tuple(told[name] for name in ("key", "files", "size"))
 
 
 def outputs(root, store, *patterns):
@@ -137,16 +129,21 @@ def test_files_of_several_nodes_are_put_together_where_they_do_not_clash(of_two,
 # --- what goes wrong ------------------------------------------------------------------------------
 
 
-def test_what_can_not_be_read_is_left_out_and_said(root, store):
+def test_what_can_not_be_read_is_left_out_and_said(root, store, monkeypatch):
     write(root / "gone", "x")
     write(root / "left", "x")
-    upload = to_store(root, store, ".")
-    next(upload.steps).do()
-    os.unlink(root / "gone")
-    entry = entry_of(upload)
+    find, lines = storing.find, []
+
+    def find_and_lose(*about):
+        found = find(*about)
+        os.unlink(root / "gone")
+        return found
+
+    monkeypatch.setattr(storing, "find", find_and_lose)
+    entry = stored(root, store, ".", lines=lines)
     assert Outputs(store.address, {0: entry}).left_out == {"gone": "can't be read: No such file or directory"}
     assert entry[1] == 1
-    said = upload.lines[0]
+    said = lines[0]
     assert said == f"warning: left out of the outputs in {root}: 'gone' can't be read: No such file or directory"
 
 
@@ -169,12 +166,14 @@ def test_what_does_not_fit_into_the_time_after_a_failure_is_named(root, store, s
     for name in ("a", "b", "c"):
         write(root / name, name * 100 * KIB)
     write(root / "empty", "")
-    upload = to_store(root, store, "b", ".", within_s=1000.0)
-    for number, step in enumerate(upload.steps):
-        if number == 3:  # after the search and the first file; the next one is begun
+    begun = []
+
+    def begin(what, *_):
+        begun.append(what)
+        if len(begun) == 4:  # after the search and the first file; the next one is begun
             monkeypatch.setattr(time, "monotonic", lambda: 1e12)
-        step.do()
-    found = Outputs(store.address, {0: tuple(upload.stored.values())[:3]})
+
+    found = Outputs(store.address, {0: stored(root, store, "b", ".", within_s=1000.0, begin=begin)})
     assert [file.name for file in found] == ["b", "empty"], "in the order given"
     assert found.left_out == dict.fromkeys(["a", "c"], "could not be stored in time")
 
@@ -194,9 +193,8 @@ def test_what_is_gone_from_the_datastore_is_said(root, store):
 @pytest.mark.parametrize("has_failed", [True, False])
 def test_a_failed_launch_that_has_left_nothing_says_nothing_of_it(has_failed, root, store):
     """Its cause is the next line; of one that ended well, a name without a file is worth a warning."""
-    upload = to_store(root, store, "*.pt", within_s=60.0 if has_failed else None)
-    entry_of(upload)
-    said = upload.lines
+    said = []
+    stored(root, store, "*.pt", within_s=60.0 if has_failed else None, lines=said)
     assert [len(said), *(["matches nothing" in said[0]] if said else [])] == ([0] if has_failed else [2, True])
 
 

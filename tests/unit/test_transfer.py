@@ -4,29 +4,42 @@ import subprocess
 import sys
 import threading
 
-import pytest
 from limits import limit_s
 from unit_helpers import HANG_S
 
-from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import Step, Transfer, TransferFailed
+from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import Transfer
 
 DEADLINE_S = limit_s(HANG_S)
 
 
-def test_who_waits_too_long_hears_for_what_and_why():
+def test_who_waits_too_long_hears_so():
     go_on = threading.Event()
-    loading = Transfer("the s3 datastore", "loads", [Step("rank 1's value", go_on.wait, 0.0)])
-    said = r"rank 1's value could not be loaded from the s3 datastore .*has not answered"
-    with pytest.raises(TransferFailed, match=said):
-        loading.wait(print)
+    loading = Transfer("loads", lambda begin: go_on.wait(), patience_s=0.0)
+    loading.await_end()
+    assert "it has not answered, or is too slow" in loading.problem()
     go_on.set()
+
+
+def test_what_was_given_up_begins_nothing_more():
+    go_on, begun = threading.Event(), []
+
+    def do(begin):
+        go_on.wait()
+        begin("the next")
+        begun.append("the next")
+
+    storing = Transfer("stores", do)
+    storing.give_up()
+    go_on.set()
+    storing.await_end()
+    assert (storing.hangs, begun) == (False, [])
 
 
 ENDS_DURING_EXIT = """
 import atexit, time
 atexit.register(time.sleep, 0.5)  # what is registered later is called before
-from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import Step, Transfer
-job = Transfer("the s3 datastore", "stores", [Step("a value", lambda: time.sleep(0.2), 1000.0)])
+from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import Transfer
+job = Transfer("stores", lambda begin: time.sleep(0.2))
 job.give_up()
 """
 

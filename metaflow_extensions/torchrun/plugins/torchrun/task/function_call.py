@@ -32,7 +32,7 @@ from ..supervisor.call import Call, FunctionSpec
 from ..texts import names, size_text
 from ..worker import function_worker as worker
 from .arguments import dict_or_list
-from .transfer import PATIENCE_S, Step, ToStore, Transfer, do_within, patience_for
+from .transfer import PATIENCE_S, Begin, ToTell, Transfer, TransferFailed, do_within
 
 FUNCTION_WORKER = os.path.abspath(worker.__file__)
 # How long storing or loading a raised exception may take. Without it there is still its text, so the limit is short.
@@ -84,24 +84,27 @@ class FunctionCall:
         """Remove the files."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def to_store(self, call: Call, error: TorchrunError | None, within_s: float | None) -> ToStore | None:
-        """Return the values for the control node, or what the rank that is the cause has raised, for all nodes."""
-        if self._store is None or (error is None and (call.node_index == CONTROL or not self._gather)):
+    def to_store(
+        self, call: Call, error: TorchrunError | None, within_s: float | None
+    ) -> Callable[[Begin], ToTell] | None:
+        """Return what stores the values for the control node, or what the rank that is the cause has raised, for all."""
+        store, cause = self._store, cause_of(error)
+        if store is None or (error is None and (call.node_index == CONTROL or not self._gather)):
             return None
-        cause = cause_of(error)
         kind, name = ("value", worker.RETURNED) if error is None else ("exception", worker.RAISED)
-        store, keys, steps = self._store, dict[str, Any](), list[Step]()
+        wanted = [rank for rank in call.ranks if error is None or (cause is not None and rank == cause.rank)]
+        paths = {rank: path for rank in wanted if (path := self._path(name, rank)).exists()}
 
-        def save(rank: int, path: Path) -> None:
-            keys[str(rank)] = store.save(path.read_bytes())
-
-        for rank in call.ranks:
-            path, is_wanted = self._path(name, rank), error is None or (cause is not None and rank == cause.rank)
-            if is_wanted and path.exists():
+        def do(begin: Begin) -> ToTell:
+            keys = {}
+            for rank, path in paths.items():
                 size = path.stat().st_size
-                patience_s = patience_for(size) if error is None else RAISED_PATIENCE_S
-                steps.append(Step(f"rank {rank}'s {kind} ({size_text(size)})", partial(save, rank, path), patience_s))
-        return ToStore(iter(steps), keys) if steps else None
+                patience_s = PATIENCE_S if error is None else RAISED_PATIENCE_S
+                begin(f"rank {rank}'s {kind} ({size_text(size)})", size, patience_s)
+                keys[str(rank)] = store.save(path.read_bytes())
+            return keys, []
+
+        return do if paths else None
 
     def _path(self, name: str, rank: int) -> Path:
         return Path(worker.path_of(self.folder, name, rank))
@@ -119,8 +122,15 @@ class FunctionCall:
         if (store := self._store) is not None and told:
             found, keys = dict[str, bytes](), list(dict.fromkeys(told.values()))
             what = f"the value of {names(map(int, told), 'rank')}"
-            step = Step(what, lambda: found.update(store.load(keys)), len(keys) * PATIENCE_S)
-            Transfer(store.where, "loads", [step]).wait(say)
+
+            def do(begin: Begin) -> None:
+                begin(what, patience_s=len(keys) * PATIENCE_S)
+                found.update(store.load(keys))
+
+            load = Transfer("loads", do)
+            load.await_end(say)
+            if (problem := load.problem()) is not None:
+                raise TransferFailed(f"{what} could not be loaded from {store.where} {problem}")
             values |= {int(rank): found[key] for rank, key in told.items()}
         return {"values": dict(sorted(values.items())), "gathered": self._gather and is_control}
 

@@ -20,7 +20,7 @@ from ..registry import Registry, Reply, Request
 from .cards import Cards
 from .link import NEVER
 from .member import Member
-from .transfer import do_within, job
+from .transfer import Transfer, do_within
 
 _PATIENCE_S = 5.0  # for one writing, and for the last one
 _EVERY_S = 5.0  # between two writings
@@ -120,7 +120,7 @@ class GangStore:
 
     def _begin(self, do: Callable[[], object]) -> None:
         with suppress(RuntimeError):  # no more threads: the next time
-            self._member.job = job(do, _PATIENCE_S, self._member.link.wake)
+            self._member.job = Transfer("does", lambda _: do(), self._member.link.wake, _PATIENCE_S)
 
     def _serve(self) -> None:
         """Store the answer to a command, if it has come, and hand the gang what another one asks; in the job's thread."""

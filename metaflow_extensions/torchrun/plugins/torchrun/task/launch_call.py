@@ -7,7 +7,6 @@ belongs to the thread that calls `run`.
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 import time
@@ -28,7 +27,7 @@ from . import console
 from .function_call import FunctionCall
 from .launch_outputs import LaunchOutputs
 from .member import Member
-from .transfer import ToStore, Transfer, TransferFailed
+from .transfer import Begin, ToTell, Transfer, TransferFailed
 
 _LOOK_S = 0.5  # between two looks at what no frame tells
 _STOP_S = 45.0  # what a supervisor may take beyond the workers' grace to stop a launch that is given up
@@ -56,8 +55,7 @@ class LaunchCall:
         self._told: dict[str, Plain] = {}  # what the launch has left for this node
         self._member, self._link = member, member.link
         self._complete, self._number = complete, -1
-        self._generation = 0  # of which something was stored last
-        self._stored: dict[str, Plain] = {}  # what this node has stored of it, and told
+        self._stored: dict[str, Plain] = {}  # what this node has stored, and told
         self._verdict: TorchrunError | None = None
         self._end: Mapping[str, Any] | None = None  # what the supervisor has told at the launch's end
 
@@ -180,24 +178,25 @@ class LaunchCall:
     def _store(self, asked: Store) -> None:
         """Store what the gang asks for, and tell it; give up when another frame comes."""
         self._place(asked.group)
-        if asked.generation != self._generation:
-            self._stored.clear()  # what another generation had left
-        self._generation, member = asked.generation, self._member
+        self._stored, member = {}, self._member
         if not self._await(lambda: not member.has_job):  # one at a time
             return
-        left = {kind: each for kind, each in self._services.items() if kind not in self._stored}
-        all_parts = {kind: each.to_store(self.call, asked.error, asked.within_s) for kind, each in left.items()}
-        parts = {kind: each for kind, each in all_parts.items() if each is not None}
-        failures: tuple[Failure, ...] = ()
-        if parts:
-            steps = itertools.chain.from_iterable(each.steps for each in parts.values())
-            upload = Transfer(self._where, "stores", steps, self._link.wake)
+        parts = {kind: each.to_store(self.call, asked.error, asked.within_s) for kind, each in self._services.items()}
+        found, failures = dict[str, ToTell](), tuple[Failure, ...]()
+
+        def do(begin: Begin) -> None:
+            for kind, part in parts.items():
+                if part is not None:
+                    found[kind] = part(begin)
+
+        if any(parts.values()):
+            upload = Transfer("stores", do, self._link.wake)
             try:
                 if not self._await(lambda: upload.over, upload):
                     return
             finally:
                 upload.give_up()  # it sends and logs nothing more
-            failures = self._tell_end(asked, upload, parts)
+            failures = self._tell_end(asked, upload, found.copy())
         member.send(Stored(asked.launch, asked.generation, failures))
 
     def _await(self, is_over: Callable[[], bool], upload: Transfer | None = None) -> bool:
@@ -211,25 +210,23 @@ class LaunchCall:
                 self._member.note(line)
         return True
 
-    def _tell_end(self, asked: Store, upload: Transfer, parts: Mapping[str, ToStore]) -> tuple[Failure, ...]:
-        """Tell the log and the gang how it has ended; return why the launch fails without it."""
+    def _tell_end(self, asked: Store, upload: Transfer, found: Mapping[str, ToTell]) -> tuple[Failure, ...]:
+        """Tell the log and the gang what it has stored; return why the launch fails without the rest."""
         problem, member = upload.problem(), self._member
-        failures: tuple[Failure, ...] = ()
-        if problem is not None:
-            text = f"{upload.step.what} could not be stored in {self._where} {problem}"
-            if asked.error is not None:
-                member.note(f"not all that its workers have left is stored: {text}")
-            else:
-                cause = Cause("store", member.node, member.host, exception=f"has ended well, but {text}")
-                failures = (Failure(cause),)
-                member.say(Event("worker_failed", member.node, f"{cause.who} {cause.what}; stopping all nodes"))
-        for kind, each in parts.items():
-            for line in each.lines if problem is None else ():
+        for kind, (stored, lines) in found.items():
+            for line in lines if problem is None else ():
                 member.note(line)
-            if each.stored:
-                self._stored[kind] = dict(each.stored)
-                member.send(Report(kind, asked.launch, asked.generation, self._stored[kind]))
-        return failures
+            self._stored[kind] = stored
+            member.send(Report(kind, asked.launch, asked.generation, stored))
+        if problem is None:
+            return ()
+        text = f"{upload.what} could not be stored in {self._where} {problem}"
+        if asked.error is not None:
+            member.note(f"not all that its workers have left is stored: {text}")
+            return ()
+        cause = Cause("store", member.node, member.host, exception=f"has ended well, but {text}")
+        member.say(Event("worker_failed", member.node, f"{cause.who} {cause.what}; stopping all nodes"))
+        return (Failure(cause),)
 
     # --- the end
 

@@ -9,7 +9,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,9 @@ from ..outputs import Outputs
 from ..settings import RunSettings
 from ..supervisor.call import Call
 from ..texts import counted, first_values, size_text
-from .transfer import PATIENCE_S, Step, ToStore, patience_for
+from .transfer import Begin, ToTell
 
-# Two are in memory at the same time: one that is stored, and the next one that is read. From 8 MiB on, boto3 (1.44)
-# would send each in parts, with copies of them in ten threads.
+# One is in memory. From 8 MiB on, boto3 (1.44) would send each in parts, with copies of them in ten threads.
 PART_BYTES = 8_000_000
 _NAMED, _NAME_CHARS = 5, 200  # so many names, each so long, go to the gang's page
 
@@ -49,9 +48,11 @@ class LaunchOutputs:
             raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
         return cls(run.outputs, run.outputs_from == "all", node, store)
 
-    def to_store(self, call: Call, error: TorchrunError | None, within_s: float | None) -> ToStore | None:
-        """Return the files of this node, if they are asked for."""
-        return FilesUpload(self._patterns, call.cwd, self._store, within_s).to_store if self.stores else None
+    def to_store(
+        self, call: Call, error: TorchrunError | None, within_s: float | None
+    ) -> Callable[[Begin], ToTell] | None:
+        """Return what stores the files of this node, if they are asked for; after a failure it has `within_s` seconds."""
+        return partial(upload, self._store, self._patterns, call.cwd, within_s) if self.stores else None
 
     def result(self, call: Call, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
         """Return the stored files that this node knows of."""
@@ -66,70 +67,45 @@ class LaunchOutputs:
         return Outputs(self._store.address, of)
 
 
-class FilesUpload:
-    """Stores the files of `folder` that patterns name, within so many seconds if the launch has failed.
-
-    Only the transfer's thread touches this object.
-    """
-
-    def __init__(
-        self, patterns: tuple[str, ...], folder: str, store: DatastoreValues, within_s: float | None = None
-    ) -> None:
-        self.to_store = ToStore(self._all_steps())
-        self._patterns, self._folder, self._store = patterns, folder, store
-        self._has_failed, self._begun_at = within_s is not None, time.monotonic()
-        self._deadline = self._begun_at + (float("inf") if within_s is None else within_s)
-        self._rows: list[dict[str, Any]] = []  # one for each stored file
-        self._left_out: dict[str, str] = {}  # name or pattern -> why
-
-    def _all_steps(self) -> Iterator[Step]:
-        names: list[str] = []
-
-        def search() -> None:
-            found, self._left_out = find(self._folder, self._patterns, self._store.folder)
-            names.extend(found)
-
-        yield Step("its outputs", search, PATIENCE_S)
-        for name in names:
-            yield from self._steps_of(name, len(names))
-        yield Step("the index of its outputs", self._save_index, PATIENCE_S)
-
-    def _steps_of(self, name: str, count: int) -> Iterator[Step]:
-        """Read a file of so many, as long as it is when it is opened, and yield a step for each part."""
-        parts: list[str] = []
-
-        def save(data: bytes) -> None:
-            parts.append(self._store.save(data))
-
+def upload(
+    store: DatastoreValues, patterns: tuple[str, ...], folder: str, within_s: float | None, begin: Begin
+) -> ToTell:
+    """Store the files of `folder` that patterns name, and an index of them; see `LaunchOutputs.to_store`."""
+    begun_at = time.monotonic()
+    deadline = begun_at + (float("inf") if within_s is None else within_s)
+    begin("its outputs")
+    names, left_out = find(folder, patterns, store.folder)
+    rows: list[dict[str, Any]] = []
+    for name in names:
         try:
-            with open(os.path.join(self._folder, name), "rb", buffering=0) as file:
-                status, done = os.fstat(file.fileno()), 0
-                while data := file.read(min(PART_BYTES, status.st_size - done)):
-                    if time.monotonic() > self._deadline:
-                        self._left_out[name] = "could not be stored in time"
-                        return
-                    done += len(data)
-                    now = f"{len(self._rows)} of {counted(count, 'file')} so far, now {size_text(done)} of {name!r}"
-                    yield Step(f"its outputs ({now})", partial(save, data), patience_for(len(data)))
+            file = open(os.path.join(folder, name), "rb", buffering=0)  # noqa: SIM115 - closed below
         except OSError as error:
-            self._left_out[name] = _cant_be_read(error)
-            return
-        mode = stat.S_IMODE(status.st_mode)
-        self._rows.append({"name": name, "size": done, "modified": status.st_mtime, "mode": mode, "parts": parts})
-
-    def _save_index(self) -> None:
-        index = {"files": self._rows, "left_out": dict(sorted(self._left_out.items()))}
-        key = self._store.save(json.dumps(index).encode())  # in ASCII, so that names may be of any bytes
-        count, size = len(self._rows), sum(row["size"] for row in self._rows)
-        names = tuple(row["name"][:_NAME_CHARS] for row in self._rows[:_NAMED])
-        self.to_store.stored.update({"key": key, "files": count, "size": size, "names": names})
-        if self._has_failed and not self._rows:
-            return  # a launch that fails early has nothing, and its cause comes next
-        if self._left_out:
-            left_out = [f"{name!r} {why}" for name, why in sorted(self._left_out.items())]
-            self.to_store.lines.append(f"warning: left out of the outputs in {self._folder}: {first_values(left_out)}")
-        seconds = time.monotonic() - self._begun_at
-        self.to_store.lines.append(f"stored outputs: {counted(count, 'file')}, {size_text(size)}, in {seconds:.1f} s")
+            left_out[name] = _cant_be_read(error)
+            continue
+        with file:
+            status, done, parts = os.fstat(file.fileno()), 0, list[str]()
+            while data := file.read(min(PART_BYTES, status.st_size - done)):
+                if time.monotonic() > deadline:
+                    left_out[name] = "could not be stored in time"
+                    break
+                done += len(data)
+                so_far = f"{len(rows)} of {counted(len(names), 'file')} so far, now {size_text(done)} of {name!r}"
+                begin(f"its outputs ({so_far})")
+                parts.append(store.save(data))
+        if name not in left_out:
+            mode = stat.S_IMODE(status.st_mode)
+            rows.append({"name": name, "size": done, "modified": status.st_mtime, "mode": mode, "parts": parts})
+    begin("the index of its outputs")
+    # In ASCII, so that names may be of any bytes.
+    key = store.save(json.dumps({"files": rows, "left_out": dict(sorted(left_out.items()))}).encode())
+    size, first = sum(row["size"] for row in rows), tuple(row["name"][:_NAME_CHARS] for row in rows[:_NAMED])
+    lines = []
+    if rows or within_s is None:  # a launch that fails early has nothing, and its cause comes next
+        if why := [f"{name!r} {why}" for name, why in sorted(left_out.items())]:
+            lines.append(f"warning: left out of the outputs in {folder}: {first_values(why)}")
+        seconds = time.monotonic() - begun_at
+        lines.append(f"stored outputs: {counted(len(rows), 'file')}, {size_text(size)}, in {seconds:.1f} s")
+    return {"key": key, "files": len(rows), "size": size, "names": first}, lines
 
 
 # --- what the patterns name -------------------------------------------------------------------------
