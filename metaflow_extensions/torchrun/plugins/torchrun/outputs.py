@@ -6,7 +6,6 @@ are.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import tempfile
@@ -41,10 +40,10 @@ class OutputFile:
     size: int
     node: int
     modified: float
-    _mode: int = field(default=0o644, repr=False)
     _parts: tuple[str, ...] = field(default=(), repr=False)  # keys in the datastore: the same for the same content
 
 
+@dataclass(frozen=True, repr=False)
 class Outputs:
     """The files that a launch has stored in Metaflow's datastore, listed and read from there.
 
@@ -52,9 +51,8 @@ class Outputs:
     their number, and ``name in outputs`` tells whether one is there.
     """
 
-    def __init__(self, datastore: Mapping[str, str], nodes: Mapping[int, tuple[str, int, int]]) -> None:
-        self._datastore = dict(datastore)  # type, root and flow
-        self._nodes = dict(nodes)  # node -> key of its list, number of files, bytes
+    _datastore: Mapping[str, str]  # type, root and flow
+    _nodes: Mapping[int, tuple[str, int, int]]  # node -> key of its list, number of files, bytes
 
     @property
     def nodes(self) -> list[int]:
@@ -81,14 +79,11 @@ class Outputs:
 
     def __iter__(self) -> Iterator[OutputFile]:
         found = [
-            OutputFile(row["name"], row["size"], node, row["modified"], row["mode"], tuple(row["parts"]))
+            OutputFile(row["name"], row["size"], node, row["modified"], tuple(row["parts"]))
             for node, content in self._lists.items()
             for row in content["files"]
         ]
         return iter(sorted(found, key=lambda file: (file.name, file.node)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Outputs) and self.as_data() == other.as_data()
 
     def __repr__(self) -> str:
         of = f" of {names(self.nodes)}" if self._nodes else ""
@@ -160,7 +155,14 @@ class Outputs:
         wanted, folder = self._files(node), Path(to)
         folder.mkdir(parents=True, exist_ok=True)
         for name, file in wanted.items():
-            self._write(file, folder / name)
+            place = folder / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".torchrun-output-", dir=place.parent) as beside:
+                whole = Path(beside, "file")  # moved to its place when it is that
+                with open(whole, "wb") as target:
+                    target.writelines(map(self._load, file._parts))
+                os.utime(whole, (file.modified, file.modified))
+                os.replace(whole, place)
         return folder
 
     def _files(self, node: int | None, name: str | None = None) -> dict[str, OutputFile]:
@@ -175,21 +177,6 @@ class Outputs:
                 "the files of each node into a folder of its own: download(folder, node=...)."
             )
         return found
-
-    def _write(self, file: OutputFile, place: Path) -> None:
-        """Write a file beside its place, and move it there when it is whole."""
-        place.parent.mkdir(parents=True, exist_ok=True)
-        fd, beside = tempfile.mkstemp(prefix=".torchrun-output-", dir=place.parent)
-        try:
-            with open(fd, "wb") as target:
-                target.writelines(map(self._load, file._parts))
-            os.chmod(beside, file._mode)
-            os.utime(beside, (file.modified, file.modified))
-            os.replace(beside, place)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(beside)
-            raise
 
     # --- the datastore ----------------------------------------------------------------------------
 
@@ -213,9 +200,5 @@ class Outputs:
                 f"Outputs could not be read from {self._store.where} ({problem}). Are they still there?"
             ) from error
 
-    def as_data(self) -> dict[str, Any]:
-        """Return plain data, which are the arguments for an object that is equal."""
-        return {"datastore": dict(self._datastore), "nodes": dict(self._nodes)}
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(self.as_data().values())
+        return type(self), (dict(self._datastore), dict(self._nodes))

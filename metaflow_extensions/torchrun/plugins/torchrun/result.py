@@ -68,8 +68,8 @@ class TorchrunResult(Generic[_T]):
         The step and the value of rank 0's reports, by name: at most 200 points for each of at most 20 names. Only the
         result of the control node, ``inputs[0].result`` in a join, has them.
     outputs : Outputs or None
-        The files that ``run(outputs=...)`` has stored; None without that argument. With ``outputs_from="all"``, the
-        control node's result has those of all nodes, and another node's its own.
+        The files that ``run(outputs=...)`` has stored; None without that argument. With ``outputs_from="all"``, only the
+        control node's result has those of all nodes; another node's has the control node's.
     """
 
     launch: int
@@ -160,10 +160,10 @@ class TorchrunResult(Generic[_T]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         outputs = state.get("outputs")
-        if isinstance(outputs, dict):
+        if isinstance(outputs, tuple):
             from .outputs import Outputs
 
-            outputs = Outputs(**outputs)
+            outputs = Outputs(*outputs)
         vars(self).update({**state, "outputs": outputs})
 
     def _ranks(self) -> range:
@@ -190,5 +190,5 @@ class TorchrunResult(Generic[_T]):
     def __reduce__(self) -> tuple[Any, ...]:
         expression = f"{_REVIVED}({__name__!r}, __import__('importlib.util').util.find_spec)"
         # As plain data: where this extension is not installed, its other classes are not, either.
-        outputs = None if self.outputs is None else self.outputs.as_data()
+        outputs = None if self.outputs is None else self.outputs.__reduce__()[1]
         return eval, (expression,), {**vars(self), "outputs": outputs}

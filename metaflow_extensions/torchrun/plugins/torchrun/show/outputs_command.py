@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ..compat.cli import click
@@ -29,39 +28,29 @@ def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int |
     """List the files of a launch as lines of a table, or write them below a folder."""
     gangs, found = find_one(obj, gang, attempt)
     view = gangs.view(found)
-    stored = outputs_of({} if view is None else view.outputs, launch, DatastoreValues(gangs.datastore).address)
-    if node not in (None, *stored.nodes):
-        known = ", ".join(map(str, stored.nodes))
-        raise CommandFailed(f"Node {node} has stored no outputs. Nodes that have: {known}.")
-    try:
-        if to is not None:
-            click.echo(f"The files are in {printable(str(stored.download(to, node)))}.")
-            return
-        rows = [
-            (str(file.node), size_text(file.size), printable(file.name)) for file in stored if node in (None, file.node)
-        ]
-        left_out = stored.left_out
-    except (LookupError, OSError) as error:
-        raise CommandFailed(str(error)) from error
-    lines = table(("node", "size", "name"), rows, right=("node", "size")) if rows else ["No file is stored."]
-    click.echo("\n".join([*lines, *(f"Left out: {printable(name)} {why}" for name, why in left_out.items())]))
-
-
-def outputs_of(launches: Mapping[int, Mapping[int, Any]], launch: int | None, datastore: Mapping[str, str]) -> Outputs:
-    """Return what a launch of a gang has stored; by default of the last launch that has stored a file.
-
-    `launches` has what is stored, by launch and node. Raises CommandFailed if there is nothing.
-    """
-    if launch is None:
-        with_files = [number for number, nodes in launches.items() if any(each["files"] for each in nodes.values())]
-        launch = max(with_files or launches, default=None)
-    if launch is None or not launches:
+    launches = {} if view is None else view.outputs
+    if not launches:
         raise CommandFailed(
             "No launch of this gang has stored outputs. current.torch.run(outputs=[...]) names the files to store; they are "
             "stored when all workers have ended."
         )
+    if launch is None:
+        with_files = [number for number, nodes in launches.items() if any(each["files"] for each in nodes.values())]
+        launch = max(with_files or launches)
     if launch not in launches:
         known = ", ".join(map(str, launches))
         raise CommandFailed(f"Launch {launch} has stored no outputs. Launches that have: {known}.")
-    nodes = {node: (each["key"], each["files"], each["size"]) for node, each in launches[launch].items()}
-    return Outputs(datastore, nodes)
+    nodes = {each: (row["key"], row["files"], row["size"]) for each, row in launches[launch].items()}
+    if node not in (None, *nodes):
+        known = ", ".join(map(str, sorted(nodes)))
+        raise CommandFailed(f"Node {node} has stored no outputs. Nodes that have: {known}.")
+    stored = Outputs(DatastoreValues(gangs.datastore).address, nodes if node is None else {node: nodes[node]})
+    try:
+        if to is not None:
+            click.echo(f"The files are in {printable(str(stored.download(to)))}.")
+            return
+        rows = [(str(file.node), size_text(file.size), printable(file.name)) for file in stored]
+    except (LookupError, OSError) as error:
+        raise CommandFailed(str(error)) from error
+    lines = table(("node", "size", "name"), rows, right=("node", "size")) if rows else ["No file is stored."]
+    click.echo("\n".join([*lines, *(f"Left out: {printable(name)} {why}" for name, why in stored.left_out.items())]))

@@ -111,7 +111,7 @@ class FunctionCall:
 
     # --- at the end -------------------------------------------------------------------------------
 
-    def result(self, call: Call, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
+    def result(self, call: Call, told: Plain, say: Callable[[str], object]) -> Mapping[str, Any]:
         """Return the values of this node's ranks and of those stored for it."""
         values, is_control = {}, call.node_index == CONTROL
         for rank in call.ranks:

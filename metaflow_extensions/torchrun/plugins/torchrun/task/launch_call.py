@@ -52,10 +52,9 @@ class LaunchCall:
         self.call, self._function, self._outputs, self._where = call, function, outputs, where
         both = {"functions": function, "outputs": outputs}
         self._services = {kind: each for kind, each in both.items() if each is not None}  # by the kind of their reports
-        self._told: dict[str, Plain] = {}  # what the launch has left for this node
+        self._told: Mapping[str, Plain] = {}  # what the launch has left for this node
         self._member, self._link = member, member.link
         self._complete, self._number = complete, -1
-        self._stored: dict[str, Plain] = {}  # what this node has stored, and told
         self._verdict: TorchrunError | None = None
         self._end: Mapping[str, Any] | None = None  # what the supervisor has told at the launch's end
 
@@ -130,10 +129,9 @@ class LaunchCall:
                 self._member.uploads = False
 
     def _place(self, group: Group | None) -> None:
-        """Take the place that this node has in the last generation; if that is another one, nothing of it is stored."""
-        if group not in (None, self.call.group):
+        """Take the place that this node has in the last generation."""
+        if group is not None:
             self.call = replace(self.call, group=group)
-            self._stored.clear()
 
     def result(self, outcome: Outcome) -> TorchrunResult[Any]:
         """Return the result on this node of a launch that has ended well. Raises LaunchFailed if a part can't be loaded."""
@@ -171,14 +169,14 @@ class LaunchCall:
 
     def _add_outputs(self, error: TorchrunError) -> None:
         if self._outputs is not None:
-            error.outputs = self._outputs.known(self._told.get("outputs", {}))
+            error.outputs = self._outputs.result(self.call, self._told.get("outputs", {}), bool)["outputs"]
 
     # --- what the workers have left
 
     def _store(self, asked: Store) -> None:
         """Store what the gang asks for, and tell it; give up when another frame comes."""
         self._place(asked.group)
-        self._stored, member = {}, self._member
+        member = self._member
         if not self._await(lambda: not member.has_job):  # one at a time
             return
         parts = {kind: each.to_store(self.call, asked.error, asked.within_s) for kind, each in self._services.items()}
@@ -216,7 +214,6 @@ class LaunchCall:
         for kind, (stored, lines) in found.items():
             for line in lines if problem is None else ():
                 member.note(line)
-            self._stored[kind] = stored
             member.send(Report(kind, asked.launch, asked.generation, stored))
         if problem is None:
             return ()
@@ -240,12 +237,7 @@ class LaunchCall:
         outcome: Outcome = from_plain(Outcome, told["outcome"], "the outcome")
         verdict = outcome.verdict
         self._place(verdict.group)
-        self._told = {**verdict.left}
-        if own := self._stored.get("outputs"):  # of others the gang tells the control node alone
-            nodes = self._told.get("outputs", {}).get("nodes", {})
-            self._told["outputs"] = {
-                "nodes": {**nodes, str(self._member.node): [own["key"], own["files"], own["size"]]}
-            }
+        self._told = verdict.left
         if verdict.error is not None:
             self._verdict = verdict.error
             verdict.error.events = to_plain(verdict.events)

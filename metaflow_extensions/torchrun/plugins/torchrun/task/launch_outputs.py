@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -32,9 +31,9 @@ _NAMED, _NAME_CHARS = 5, 200  # so many names, each so long, go to the gang's pa
 class LaunchOutputs:
     """The files that a call of `run` names, on this node; their patterns are relative to the workers' working directory."""
 
-    def __init__(self, patterns: tuple[str, ...], of_all: bool, node: int, store: DatastoreValues) -> None:
-        self.stores = of_all or node == CONTROL
-        self._patterns, self._of_all, self._node, self._store = patterns, of_all, node, store
+    def __init__(self, patterns: tuple[str, ...], is_asked: bool, store: DatastoreValues) -> None:
+        self.stores = is_asked  # whether this node is
+        self._patterns, self._store = patterns, store
 
     @classmethod
     def of(cls, run: RunSettings, node: int, store: DatastoreValues | None) -> LaunchOutputs | None:
@@ -46,7 +45,7 @@ class LaunchOutputs:
             raise TorchrunConfigError(f"{said} says whose outputs to store, but outputs names none.")
         if store is None:
             raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
-        return cls(run.outputs, run.outputs_from == "all", node, store)
+        return cls(run.outputs, run.outputs_from == "all" or node == CONTROL, store)
 
     def to_store(
         self, call: Call, error: TorchrunError | None, within_s: float | None
@@ -54,17 +53,10 @@ class LaunchOutputs:
         """Return what stores the files of this node, if they are asked for; after a failure it has `within_s` seconds."""
         return partial(upload, self._store, self._patterns, call.cwd, within_s) if self.stores else None
 
-    def result(self, call: Call, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
-        """Return the stored files that this node knows of."""
-        return {"outputs": self.known(told)}
-
-    def known(self, told: Plain) -> Outputs:
-        """Return the control node's files, or those of all nodes on it; another node's own, where each has some."""
+    def result(self, call: Call, told: Plain, say: Callable[[str], object]) -> Mapping[str, Any]:
+        """Return the files of all nodes that have stored some; on another node than the control node, that node's."""
         of = {int(node): tuple(each) for node, each in told.get("nodes", {}).items()}
-        if self._of_all and self._node != CONTROL:
-            # A task that has come in the place of another is told those of that one.
-            of = {node: each for node, each in of.items() if node == self._node}
-        return Outputs(self._store.address, of)
+        return {"outputs": Outputs(self._store.address, of)}
 
 
 def upload(
@@ -93,8 +85,7 @@ def upload(
                 begin(f"its outputs ({so_far})")
                 parts.append(store.save(data))
         if name not in left_out:
-            mode = stat.S_IMODE(status.st_mode)
-            rows.append({"name": name, "size": done, "modified": status.st_mtime, "mode": mode, "parts": parts})
+            rows.append({"name": name, "size": done, "modified": status.st_mtime, "parts": parts})
     begin("the index of its outputs")
     # In ASCII, so that names may be of any bytes.
     key = store.save(json.dumps({"files": rows, "left_out": dict(sorted(left_out.items()))}).encode())
