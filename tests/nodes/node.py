@@ -119,7 +119,7 @@ def join(task, registry, settings, starts):
     """Return this node as a member, the control node's store or None, and the control node's address."""
     show = functools.partial(to_log, num_nodes=task.num_nodes)
     if task.node > 0:
-        member = joining.begin_member(task.node, task.num_nodes, settings, show, {"starts": starts})
+        member = joining.begin(task.node, task.num_nodes, settings, show, {"starts": starts})
         try:
             return member, None, joining.Search(member, registry, settings).connect()
         except BaseException as error:

@@ -11,8 +11,6 @@ from metaflow_extensions.torchrun.plugins.torchrun import errors
 from metaflow_extensions.torchrun.plugins.torchrun.gang import gang as machine
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as say
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Failure
-from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Metrics, Pace
-from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.connection import encode
 from metaflow_extensions.torchrun.plugins.torchrun.texts import names
 
@@ -493,18 +491,6 @@ def test_the_thousandth_launch_costs_what_the_first_does_and_its_end_stays_known
     assert gang.state.view.left_out > 1000 >= len(gang.state.view.events)
     late = gang.play("lost 1, come 1, ready 1 1600, ready 1 0").got(1, "Verdict")[-2:]
     assert [(each.launch, each.error) for each in late] == [(1600, None), (0, None)]
-
-
-def test_numbers_are_stored_now_and_then_and_an_event_that_they_bring_at_once():
-    gang, counts = running(), []
-    for step in (1, 2):
-        metrics = Metrics({0: Pace(1.0)}, {"loss": [(step, 1.0)]}, step, 10)
-        gang.say(0, say.Report("progress", *gang.about(0), to_plain(metrics)))
-        counts.append((gang.state.changes, gang.state.numbers))
-    (first, second), before = counts, running().state.changes
-    assert first[0] > before
-    assert second[0] == first[0]
-    assert second[1] > first[1]
 
 
 def test_time_in_which_this_machine_was_stopped_counts_for_no_limit_of_a_launch():

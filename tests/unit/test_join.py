@@ -62,7 +62,7 @@ def settings(**attributes):
 
 def find(registry, own=None, emit=print):
     """Become a member as a task does."""
-    member = joining.begin_member(1, 2, own or settings(), emit)
+    member = joining.begin(1, 2, own or settings(), emit)
     try:
         joining.Search(member, registry, own or settings()).connect()
     except BaseException as error:

@@ -6,7 +6,6 @@ import sys
 
 from unit_helpers import is_running
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.view import Presence
 from metaflow_extensions.torchrun.plugins.torchrun.task import local_nodes
 
 
@@ -16,5 +15,5 @@ def test_a_node_that_writes_its_last_lines_has_its_time_after_one_that_is_lost(m
     lost, writing = (subprocess.Popen([*sleep, seconds]) for seconds in ("600", "2"))
     monkeypatch.setattr(local_nodes, "is_pipe", lambda fd: is_running(writing.pid))
     monkeypatch.setattr(local_nodes, "unread_bytes", lambda fd: 1)
-    local_nodes.stop([lost, writing], 0.5, {1: Presence.OUT, 2: Presence.GONE})
+    local_nodes.stop([lost, writing], 0.5, {1})
     assert (lost.wait(), writing.wait()) == (-signal.SIGKILL, 0)

@@ -1,14 +1,12 @@
-"""The step's @timeout: when it ends a gang, and that Metaflow's alarm waits meanwhile."""
+"""The step's @timeout: when it ends a gang."""
 
-import signal
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.machine import pods
 from metaflow_extensions.torchrun.plugins.torchrun.task import step_timeout
-from metaflow_extensions.torchrun.plugins.torchrun.task.step_timeout import instead_of_alarm, time_limit
+from metaflow_extensions.torchrun.plugins.torchrun.task.step_timeout import time_limit
 
 
 @pytest.mark.parametrize(
@@ -25,30 +23,6 @@ def test_the_gang_ends_before_its_pod_does_whose_clock_began_earlier(timeout_s, 
     limit = time_limit(timeout_s, now, grace_s)
     assert limit["deadline"] - now == pytest.approx(left_s, abs=1)
     assert ("100 s before the gang's; the last 45 s are left" in limit["longer"]) is (age_s == 100)
-
-
-def test_metaflows_alarm_is_off_while_a_gang_within_the_step_has_its_time():
-    class Timeout(SimpleNamespace):
-        def handle(self, number, frame):
-            pytest.fail("raised")
-
-    before = signal.signal(signal.SIGALRM, Timeout(name="timeout", secs=90).handle)
-    try:
-        signal.alarm(80)
-        with instead_of_alarm(5.0) as rules:
-            assert rules["deadline"] - time.monotonic() == pytest.approx(80, abs=1)
-            assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
-            with instead_of_alarm(5.0) as inner:
-                assert inner == {}
-        assert signal.setitimer(signal.ITIMER_REAL, 0.05)[0] == pytest.approx(80, abs=1)
-        with pytest.raises(pytest.fail.Exception, match="raised"):  # noqa: PT012 - it comes when the block is left
-            with instead_of_alarm(5.0):
-                time.sleep(0.1)  # the launch has ended well, a moment too late
-            time.sleep(5.0)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    with instead_of_alarm(5.0) as rules:  # no @timeout
-        assert rules == {}
 
 
 def test_a_pod_is_as_old_as_what_was_made_with_it(tmp_path):

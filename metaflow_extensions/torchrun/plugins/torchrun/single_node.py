@@ -53,28 +53,26 @@ class TorchrunSingleNodeMultiGPU(Runner):
         from .task.console import to_log
         from .task.gang_store import GangStore
         from .task.join import LOOPBACK, begin_gang
-        from .task.step_timeout import instead_of_alarm
 
         check()
         settings, machine = parse_settings({}, ""), this_machine()
-        with instead_of_alarm(settings.grace_s) as rules:
-            member = begin_gang(settings, partial(to_log, num_nodes=1), rules=rules)
-            store: GangStore | None = None
-            error: BaseException | None = None
-            try:
-                # The cards of a gang's step show that gang.
-                self._cards = self._cards or Cards(self._flow_datastore, are_anothers=current.get("torch") is not None)
-                store = GangStore(member, (), self._cards, registry=None)
-                values = values_of_running_flow()
-                return TorchrunExecutor(member, LOOPBACK, machine, settings, store=values).launched(given)
-            except BaseException as caught:
-                error = caught
-                _tell(caught, member)
-                raise
-            finally:
-                member.leave(error)
-                if store is not None:
-                    store.close(error)
+        member = begin_gang(settings, partial(to_log, num_nodes=1))
+        store: GangStore | None = None
+        error: BaseException | None = None
+        try:
+            # The cards of a gang's step show that gang.
+            self._cards = self._cards or Cards(self._flow_datastore, are_anothers=current.get("torch") is not None)
+            store = GangStore(member, (), self._cards, registry=None)
+            values = values_of_running_flow()
+            return TorchrunExecutor(member, LOOPBACK, machine, settings, store=values).launched(given)
+        except BaseException as caught:
+            error = caught
+            _tell(caught, member)
+            raise
+        finally:
+            member.leave(error)
+            if store is not None:
+                store.close(error)
 
     def _part(self, names: tuple[str, ...]) -> GangPart:
         from .show.gang_part import GangPart

@@ -29,7 +29,6 @@ class KubernetesJob(NamedTuple):
     api: Any  # Kubernetes' CoreV1Api
     namespace: str
     selector: str  # finds its pods
-    first_pod: str | None
 
 
 def job_of(error: BaseException | None) -> KubernetesJob | None:
@@ -50,7 +49,7 @@ def _first_job(frames: Iterable[FrameType]) -> KubernetesJob | None:
             job = owner._job
             label = "jobset.sigs.k8s.io/jobset-name" if hasattr(job, "_jobset") else "job-name"
             api = job._client.get().CoreV1Api()
-            return KubernetesJob(api, job._namespace, f"{label}={job._name}", job._pod_name)
+            return KubernetesJob(api, job._namespace, f"{label}={job._name}")
     return None
 
 

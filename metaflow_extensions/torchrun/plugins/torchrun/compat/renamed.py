@@ -49,9 +49,9 @@ NAMES = {
     "metaflow.plugins.cards.component_serializer": "_card_component_store _card_creator _card_creator_args "
     "_last_refresh _latest_user_data",
     "metaflow.plugins.kubernetes.kubernetes": "_job",
-    "metaflow.plugins.kubernetes.kubernetes_job": "_client _name _namespace _pod_name",
+    "metaflow.plugins.kubernetes.kubernetes_job": "_client _name _namespace",
     "metaflow.plugins.kubernetes.kubernetes_jobsets": "_client dump KubernetesArgoJobSet KubernetesJobSet _kwargs "
-    "_name _namespace _pod_name",
+    "_name _namespace",
     "metaflow.plugins.parallel_decorator": "_control_task_is_mapper_zero _local_multinode_control_task_step_func "
     "ParallelDecorator setup_distributed_env",
     "metaflow.plugins.timeout_decorator": "secs TimeoutException",

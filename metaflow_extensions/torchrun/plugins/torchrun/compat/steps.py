@@ -58,12 +58,6 @@ def timeout_of(decos: Sequence[Any]) -> float | None:
     return next((float(deco.secs) for deco in decos if deco.name == "timeout"), None)
 
 
-def seconds_of_alarm(handler: Any) -> Any:
-    """Return the seconds of a ``@timeout`` from its handler of the alarm; None if the handler is another one."""
-    owner = getattr(handler, "__self__", None)
-    return owner.secs if owner is not None and getattr(owner, "name", None) == "timeout" else None
-
-
 def with_this_interpreter(environment: Any) -> Any:
     """Return a Metaflow environment that starts local tasks with this process's interpreter."""
     same = copy(getattr(environment, "base_env", environment))  # the base is what Metaflow uses for these tasks

@@ -98,7 +98,7 @@ class Gang:
     ) -> None:
         self.num_nodes, self.rules = num_nodes, rules or Rules()
         self.view = GangView(began=time.time(), nodes=[NodeView() for _ in range(num_nodes)])
-        self.changes = self.numbers = 0  # of the view, and of numbers in it that change all the time
+        self.changes = 0  # how often the view may have changed
         self.progress, self.stacks = Progress(self._name), Stacks()
         self._has_warned = False  # of a report that could not be read
         self.phase, self.launch = Phase.IDLE, Launch(-1)
@@ -169,7 +169,10 @@ class Gang:
     def handle(self, node: int, message: Message) -> list[Outgoing]:
         """Handle a node's message and return the messages to send; what comes too late is ignored."""
         handler = _HANDLERS.get(type(message))
-        return [] if handler is None else self._step(handler, self, self.nodes[node], message)
+        if handler is None:
+            return []
+        self.changes += 1
+        return self._step(handler, self, self.nodes[node], message)
 
     def ask_stacks(self, asked: Any) -> list[Outgoing]:
         """Begin to find out what every rank does now; `answer` has it later, with what was `asked`."""
@@ -610,7 +613,6 @@ class Gang:
 
     def _take(self, node: Node, report: Report) -> None:
         launch, data, view, index = self.launch, report.data, self.view, node.index
-        self.numbers += 1
         match report.kind:
             case "before_run" if self._may_call(node, report.launch):
                 self._see_call(report.launch, None)

@@ -127,14 +127,10 @@ class ControlSide(Side):
                 return answer
         return None
 
-    def news(self, known: list[int], with_numbers: bool) -> dict[str, Any]:
-        """Return how much has changed, and the view, where that is more than what is known.
-
-        Of numbers there is always more: they count only `with_numbers`.
-        """
-        counts = [self.gang.changes, self.gang.numbers]
-        has_more = counts[0] != known[0] or (with_numbers and counts != known)
-        return {"counts": counts, "view": to_plain(self.gang.view) if has_more else None}
+    def news(self, known: int) -> dict[str, Any]:
+        """Return how often the view has changed, and the view, where that is more often than what is `known`."""
+        changes = self.gang.changes
+        return {"changes": changes, "view": to_plain(self.gang.view) if changes != known else None}
 
     def states(self) -> list[str]:
         """Return where the nodes' tasks are."""

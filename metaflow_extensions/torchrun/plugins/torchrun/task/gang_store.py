@@ -23,9 +23,7 @@ from .member import Member
 from .transfer import Transfer, do_within
 
 _PATIENCE_S = 5.0  # for one writing, and for the last one
-_EVERY_S = 5.0  # between two writings
-# Numbers (such as the nodes' usage) change all the time, and with many nodes they are a megabyte.
-_NUMBERS_S = 15.0
+_EVERY_S = 10.0  # between two writings: numbers, such as the nodes' usage, change all the time
 _LOOK_S = 2.0  # one request of an object store: 43 000 in a day cost two cents (S3, $0.0004 for 1 000)
 # For the last cards of a failed task: Metaflow's take some seconds, and more on a busy machine. If the task is preempted, its
 # machine is about to go.
@@ -43,9 +41,9 @@ class GangStore:
         self._began_at = time.monotonic()
         self._states = [Presence.ABSENT] * member.num_nodes  # those of the nodes, as known last
         self._view: GangView | None = None
-        self._counts = [0, 0]  # of what is known, and stored
+        self._changes = 0  # how many of them are stored
         self._asked: int | None = None  # a question about news
-        self._due_at = self._numbers_due_at = 0.0
+        self._due_at = 0.0
         self._look_at = 0.0 if registry is not None else NEVER
         self._request: Request | None = None  # the last one that was looked at
         self._answer: int | None = None  # the question for its answer
@@ -97,18 +95,16 @@ class GangStore:
             if link.has_answer(self._asked):
                 self._see_news(link.pop_answer(self._asked))
         elif now >= self._due_at:
-            self._asked = link.ask("news", self._counts, now >= self._numbers_due_at)
+            self._asked = link.ask("news", self._changes)
         elif now >= self._look_at or (self._answer is not None and link.has_answer(self._answer)):
             self._look_at = now + _LOOK_S
             self._begin(self._serve)
 
     def _see_news(self, news: Mapping[str, Any]) -> None:
-        now, self._asked = time.monotonic(), None
+        self._asked, self._due_at = None, time.monotonic() + _EVERY_S
         if news["view"] is not None:
-            self._view, self._counts = GangView.read(news["view"]), news["counts"]
-            self._numbers_due_at = now + _NUMBERS_S
+            self._view, self._changes = GangView.read(news["view"]), news["changes"]
             self._begin(self._store)
-        self._due_at = now + _EVERY_S
 
     def _store(self) -> None:
         """Store all that is known; in the job's thread."""
@@ -138,7 +134,7 @@ class GangStore:
         """Store what is known now, within some seconds, or until this node must end."""
         if self._is_wanted:
             self._settle()  # what was asked before may know less
-            self._due_at = self._numbers_due_at = 0.0
+            self._due_at = 0.0
             self._settle()
 
     def _settle(self) -> None:

@@ -103,8 +103,7 @@ class Job:
 
 def _gone(ends: Sequence[PodEnd], has_joined: bool) -> TorchrunError:
     """Return how the control node ended, which could not report it itself."""
-    of_control = [each for each in ends if each.node == CONTROL] or [PodEnd(CONTROL, "task", "", has_run=False)]
-    first = next((each for each in of_control if each.text), of_control[0])
+    first = next((each for each in ends if each.node == CONTROL), PodEnd(CONTROL, "task", ""))
     who, text = f"The control node's {first.what}", first.text.removesuffix(".")
     if not has_joined and not first.has_run:
         return GangError(f"{who} did not start: {text or 'Kubernetes has nothing of it'}.")
@@ -134,13 +133,7 @@ class PodEnd:
 
 def _ends_of_nodes(job: KubernetesJob) -> list[PodEnd]:
     """Return the report on each node, by the states of their pods."""
-    pods = sorted(_pods_of(job), key=_node_of)
-    first, of_control = job.first_pod, [pod.metadata.name for pod in pods if _node_of(pod) == CONTROL]
-    gone = []
-    if first and first not in of_control:
-        others = "".join(f", and pod {name} came in its place" for name in of_control)
-        gone = [PodEnd(CONTROL, f"pod {first}", f"it was deleted or evicted{others}" if others else "")]
-    return [*gone, *map(_end_of_pod, pods)]
+    return list(map(_end_of_pod, sorted(_pods_of(job), key=_node_of)))
 
 
 def _pods_of(job: KubernetesJob) -> list[Any]:

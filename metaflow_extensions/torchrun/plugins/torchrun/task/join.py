@@ -51,17 +51,23 @@ def begin_gang(
         "min_nodes": settings.min_nodes,
         **rules,
     }
-    member = _begin(CONTROL, num_nodes, settings, emit, more, {"token": token, "rules": given})
+    member = begin(CONTROL, num_nodes, settings, emit, more, {"token": token, "rules": given})
     member.send(Join(CONTROL, member.host))
     return member
 
 
-def _begin(
-    node: int, num_nodes: int, settings: StepSettings, emit: Subscriber, more: Mapping[str, Any], side: dict[str, Any]
+def begin(
+    node: int,
+    num_nodes: int,
+    settings: StepSettings,
+    emit: Subscriber,
+    more: Mapping[str, Any] = NOTHING,
+    of_control: Mapping[str, Any] = NOTHING,
 ) -> Member:
+    """Return a node that has not joined yet as a member; `more` is what its supervisor looks at, and its spares."""
     member = Member(node, num_nodes, emit, Link(settings.grace_s))
     about = {"num_nodes": num_nodes, "timeout_s": settings.heartbeat_timeout_s, "more": dict(more)}
-    member.link.send("begin", {**about, **side})
+    member.link.send("begin", {**about, **(of_control or {"node": node})})
     return member
 
 
@@ -106,13 +112,6 @@ def refuse_second_run(registry: Registry, num_nodes: int) -> None:
 
 
 # --- as another member ----------------------------------------------------------------------------
-
-
-def begin_member(
-    node: int, num_nodes: int, settings: StepSettings, emit: Subscriber, more: Mapping[str, Any] = NOTHING
-) -> Member:
-    """Return a node that has not joined yet as a member."""
-    return _begin(node, num_nodes, settings, emit, more, {"node": node})
 
 
 class Search:

@@ -10,14 +10,10 @@ SIGKILL. So there the gang ends before the pod, by the time that the workers may
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from ..compat.steps import is_local, seconds_of_alarm
+from ..compat.steps import is_local
 from ..gang.policy import Rules
 from ..machine.pods import age_s
 
@@ -34,19 +30,3 @@ def time_limit(timeout_s: float, began_at: float, grace_s: float) -> dict[str, A
     text += f" (it counts from the start of the pod or container, {earlier_s:.0f} s before the gang's; "
     text += f"the last {kept_s:.0f} s are left for saving)"
     return {"deadline": began_at - earlier_s + timeout_s - kept_s, "longer": text}
-
-
-@contextmanager
-def instead_of_alarm(grace_s: float) -> Iterator[dict[str, Any]]:
-    """Yield the same for a gang of one node within a step, while Metaflow's alarm is off; nothing where none is set."""
-    seconds = seconds_of_alarm(signal.getsignal(signal.SIGALRM))
-    is_main = threading.current_thread() is threading.main_thread()
-    left_s = signal.setitimer(signal.ITIMER_REAL, 0)[0] if is_main and seconds is not None else 0.0
-    ends_at, has_failed = time.monotonic() + left_s, True
-    try:
-        yield time_limit(seconds, ends_at - seconds, grace_s) if left_s else {}
-        has_failed = False
-    finally:
-        rest_s = ends_at - time.monotonic()
-        if left_s and (rest_s > 0 or not has_failed):  # else the launch has told of it
-            signal.setitimer(signal.ITIMER_REAL, max(rest_s, 0.001))

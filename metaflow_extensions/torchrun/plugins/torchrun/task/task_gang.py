@@ -34,7 +34,7 @@ from . import local_nodes
 from .cards import Cards, make_none
 from .console import hurry, to_log
 from .gang_store import GangStore
-from .join import NOTHING, Search, begin_gang, begin_member, open_gang, refuse_second_run
+from .join import NOTHING, Search, begin, begin_gang, open_gang, refuse_second_run
 from .member import Member
 from .report import end_with, report
 from .signs import LOCAL_NODE_MARGIN_S, STARTED_BY, signs
@@ -88,7 +88,7 @@ class TaskGang:
         if parallel.node_index > 0:
             self.part = pointing_at("/".join(control))
             make_none()  # the control node makes the gang's card
-            member = self._member = begin_member(parallel.node_index, num_nodes, settings, self._emit, more)
+            member = self._member = begin(parallel.node_index, num_nodes, settings, self._emit, more)
             return member, Search(member, registry, settings).connect()
         stacks = f"{flow_program()} torchrun stacks {run_id}/{step_name}"
         rules = {"replaces": self._replaces, "stacks": stacks, **self._limit}
@@ -130,9 +130,9 @@ class TaskGang:
                 member.fail(in_hurry=is_ordered)
             self._report_and_leave(error)
             if tasks := tasks_of_local_nodes(error):
-                states = dict(enumerate(self._store.states())) if self._store is not None else {}
+                absent = () if self._store is None else self._store.in_state(Presence.ABSENT, Presence.OUT)
                 # After an order to end, this task waits for no reader, and so the others can't.
-                local_nodes.stop(tasks, self._settings.grace_s + LOCAL_NODE_MARGIN_S, states, is_ordered)
+                local_nodes.stop(tasks, self._settings.grace_s + LOCAL_NODE_MARGIN_S, absent, is_ordered)
             raise
 
     @staticmethod
