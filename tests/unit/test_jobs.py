@@ -27,7 +27,7 @@ def datastore(tmp_path):
 @pytest.fixture
 def registry(datastore):
     registry = Registry(datastore, "7", "train", "3", 1)
-    registry.save_view(KNOWN, 1.0)
+    registry.save_view(KNOWN)
     return registry
 
 
@@ -118,7 +118,7 @@ def test_a_control_node_without_memory_is_named_and_its_record_gets_that_end(job
 
 
 def test_another_node_without_memory_is_named_and_what_the_control_node_has_told_stays(job, registry):
-    registry.save_view(LEFT, 1.0)
+    registry.save_view(LEFT)
     said = job.tell(failing(Pods(pod(0, "c-1", ERROR), pod(1, "w-1", OOM))))
     assert said.endswith("node 1's pod w-1: OOMKilled (exit code 137)\n")
     stored = registry.load_view()
@@ -158,7 +158,7 @@ def test_what_the_cluster_knows_of_a_control_node_that_is_gone(datastore, pods, 
     for attempt, known in enumerate((None, KNOWN)):
         registry = Registry(datastore, "7", "train", "3", attempt)
         if known is not None:
-            registry.save_view(known, 1.0)
+            registry.save_view(known)
         job_of(datastore, attempt).tell(failing(Pods(*pods)))
         stored = registry.load_view()
         said = stored.error.partition("\n")[0]
@@ -193,7 +193,7 @@ def test_what_keeps_a_pod_from_starting_is_said_once_it_stays_and_known_when_the
     assert waiting.look(pending, here, pulls, no_place) == place
     assert waiting.look(pending, here, pulls, pod(2, "w-2")) == ""
     assert waiting.look(pending) == ""
-    registry.save_view(LEFT, 1.0)
+    registry.save_view(LEFT)
     assert job.tell(failing(Pods())) == said, "that of node 2 has come"
 
 

@@ -107,7 +107,7 @@ def begun(registry, **more):
     nodes = [NodeView(f"gpu-{node}", state="running") for node in (0, 1)]
     view = GangView(began=1000.0, now_s=2.0, nodes=nodes, outputs={0: {1: {"key": "k", "files": 3}}}, **more)
     view.add("joined", "joined", 0)
-    registry.save_view(view, 1.0)
+    registry.save_view(view)
     return view
 
 
@@ -161,7 +161,7 @@ def test_a_member_that_comes_after_an_error_raises_it(registry):
 def test_a_task_that_comes_when_the_gang_is_over_ends_well_at_once(registry, monkeypatch):
     registry.save(AddressRecord((HOST,), pick_port(), "token"))
     view = GangView(nodes=[NodeView(state="finished") for _ in range(2)], is_over=True)
-    registry.save_view(view, 1.0)
+    registry.save_view(view)
     said, codes = [], []
 
     def leave(code):

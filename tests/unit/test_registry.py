@@ -63,11 +63,11 @@ KNOWN = Story().running().view
 
 def test_what_a_replacement_tells_counts_before_what_the_job_tells_and_neither_overwrites_anything(flow):
     registry = registry_of(flow)
-    registry.save_view(KNOWN, 1.0)
-    registry.save_word(Word("the job's", BEGAN - 100.0, 2), "job", 1.0)
+    registry.save_view(KNOWN)
+    registry.save_word(Word("the job's", BEGAN - 100.0, 2), "job")
     found = registry.load_view()
     assert (found.error, found.events[-1].at_s) == ("the job's", 4.0), "no earlier than what went before, by any clock"
-    registry.save_word(Word("größe 🙂*\nmore", BEGAN + 11.0, 2), "replacement", 1.0)
+    registry.save_word(Word("größe 🙂*\nmore", BEGAN + 11.0, 2), "replacement")
     found = registry_of(flow).load_view()
     assert (found.error, found.since_s, found.events[-1].text) == ("größe 🙂*\nmore", 11.0, "the job's")
     assert json.loads(flow.stored["7", "train", "3", 0, "torchrun_view.json"]) == to_plain(KNOWN)
@@ -75,7 +75,7 @@ def test_what_a_replacement_tells_counts_before_what_the_job_tells_and_neither_o
 
 def test_where_the_control_node_has_stored_nothing_what_others_tell_is_all(flow):
     assert registry_of(flow).load_view() is None
-    registry_of(flow).save_word(Word("gone", 1000.0, 3), "job", 1.0)
+    registry_of(flow).save_word(Word("gone", 1000.0, 3), "job")
     found = registry_of(flow).load_view()
     assert (len(found.nodes), found.error) == (3, "gone")
     flow.stored["7", "train", "3", 0, "torchrun_view.json"] = '{"version": 2, "eve'  # half written

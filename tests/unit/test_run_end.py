@@ -20,7 +20,7 @@ def test_the_command_that_shows_the_gang_is_the_last_line_whatever_the_datastore
     datastore = FlowDataStore("GangFlow", storage_impl=LocalStorage, ds_root=str(tmp_path))
     datastore.get_task_datastore("7", "train", "3", attempt=0, mode="w").init_task()
     left = Story().running().at(8.0).crashed().left(how="failed")
-    Registry(datastore, "7", "train", "3", 0).save_view(left.view, 1.0)
+    Registry(datastore, "7", "train", "3", 0).save_view(left.view)
 
     def told(step="train", is_only_gang=True, error=None):
         error = error or TaskFailed(SimpleNamespace(step=step, task_id="3"))

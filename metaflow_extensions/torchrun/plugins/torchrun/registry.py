@@ -8,8 +8,8 @@ its names carry the attempt, so that a retry never reads what the attempt before
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -21,8 +21,6 @@ from .gang.wire import from_plain, to_plain
 # Who may report that the control node is gone: the task that replaces it, or the process that looks after the job.
 # Each writes a file of its own, so that neither must read before it writes. The first file found counts.
 _WORDS = {"replacement": "torchrun_replaced.json", "job": "torchrun_job.json"}
-# How long a datastore may fail without an interruption. It has patience of its own besides (S3: 7 tries).
-STORE_PATIENCE_S = 30.0
 
 T = TypeVar("T")
 
@@ -61,66 +59,64 @@ _VIEW = "torchrun_view.json"
 class Registry:
     """The stored records of one attempt of one gang, in the run's `FlowDataStore`.
 
-    Methods raise GangError if the datastore fails for `patience_s` seconds.
+    Methods raise GangError if the datastore fails, which has patience of its own (S3: 7 tries).
     """
 
     def __init__(self, flow_datastore: Any, run_id: str, step_name: str, control_task_id: str, attempt: int) -> None:
         self.where = f"{run_id}/{step_name}/{control_task_id}, attempt {attempt}"
-        # Looked up once, here: a missing private name fails now. What fails later is the datastore, and is tried again.
+        # Looked up once, here: a missing private name fails now. What fails later is the datastore.
         self._load_metadata, self._save_metadata = metadata_of(
             flow_datastore, run_id, step_name, control_task_id, attempt
         )
 
     # There is one request and one answer at a time, so that they stay bounded: the next takes the place of the last.
 
-    def save(self, record: AddressRecord | Request | Reply, patience_s: float = STORE_PATIENCE_S) -> None:
+    def save(self, record: AddressRecord | Request | Reply) -> None:
         """Write a record, in the place of the last one of its kind."""
-        self._save(_NAMES[type(record)], to_plain(record), patience_s)
+        self._save(_NAMES[type(record)], to_plain(record))
 
-    def load(self, kind: type[T], patience_s: float = 0.0) -> T | None:
+    def load(self, kind: type[T]) -> T | None:
         """Return the record of a kind if there is one."""
         name = _NAMES[kind]
-        found = self._request(lambda: self._load(name)[name], patience_s)
+        with self._telling():
+            found = self._load(name)[name]
         return None if found is None else from_plain(kind, found, name)
 
-    def save_view(self, view: GangView, patience_s: float) -> None:
+    def save_view(self, view: GangView) -> None:
         """Write what is known of the gang."""
-        self._save(_VIEW, to_plain(view), patience_s)
+        self._save(_VIEW, to_plain(view))
 
-    def load_view(self, patience_s: float = 0.0) -> GangView | None:
+    def load_view(self) -> GangView | None:
         """Return what `save_view` wrote last, or None, with what others told of the control node's end.
 
         Raises ValueError where another version has stored it.
         """
-        found = self._request(lambda: self._load(_VIEW, *_WORDS.values()), patience_s)
+        with self._telling():
+            found = self._load(_VIEW, *_WORDS.values())
         words = [from_plain(Word, found[name], "the word") for name in _WORDS.values() if found[name] is not None]
         return told_by_others(None if found[_VIEW] is None else GangView.read(found[_VIEW]), words)
 
-    def save_word(self, word: Word, who: Literal["replacement", "job"], patience_s: float) -> None:
+    def save_word(self, word: Word, who: Literal["replacement", "job"]) -> None:
         """Write that the control node is gone."""
-        self._save(_WORDS[who], to_plain(word), patience_s)
+        self._save(_WORDS[who], to_plain(word))
 
     # --- the datastore --------------------------------------------------------------------------
 
-    def _request(self, request: Callable[[], T], patience_s: float) -> T:
-        """Make a request of the datastore; while it fails, make it again, `patience_s` seconds long."""
-        give_up_at = time.monotonic() + patience_s
-        for pause_s in growing_pauses():
-            try:
-                return request()
-            except TorchrunError:  # raised by a signal's handler, not by the datastore
-                raise
-            except Exception as error:
-                if time.monotonic() + pause_s > give_up_at:
-                    raise GangError(
-                        f"The nodes find each other through Metaflow's datastore, but it failed for {self.where}: "
-                        f"{type(error).__name__}: {error}. Check that it is up and that this task may read and write there."
-                    ) from error
-            time.sleep(pause_s)
-        raise AssertionError("the pauses never end")
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except TorchrunError:  # raised by a signal's handler, not by the datastore
+            raise
+        except Exception as error:
+            raise GangError(
+                f"The nodes find each other through Metaflow's datastore, but it failed for {self.where}: "
+                f"{type(error).__name__}: {error}. Check that it is up and that this task may read and write there."
+            ) from error
 
-    def _save(self, name: str, data: dict[str, Any], patience_s: float) -> None:
-        self._request(lambda: self._save_metadata({name: data}), patience_s)
+    def _save(self, name: str, data: dict[str, Any]) -> None:
+        with self._telling():
+            self._save_metadata({name: data})
 
     def _load(self, *names: str) -> dict[str, Any]:
         """Return what is stored under each name, or None; no need to check for it first."""

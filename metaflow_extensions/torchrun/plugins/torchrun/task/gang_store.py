@@ -110,7 +110,7 @@ class GangStore:
         """Store all that is known; in the job's thread."""
         try:
             if self._registry is not None:
-                self._registry.save_view(self.view, _PATIENCE_S)
+                self._registry.save_view(self.view)
         finally:
             self._cards.renew()
 
@@ -125,7 +125,7 @@ class GangStore:
         if self._answer is not None and link.has_answer(self._answer):
             number, self._answer = self._answer, None
             if (data := link.pop_answer(number)) is not None and self._request is not None:
-                registry.save(Reply(self._request, time.time(), data), _PATIENCE_S)
+                registry.save(Reply(self._request, time.time(), data))
         request = registry.load(Request)
         if request is not None and request != self._request:
             self._request, self._answer = request, link.ask("request", request.id)
@@ -158,6 +158,6 @@ class GangStore:
         if member.job is not None:
             member.job.await_end()
         if self._registry is not None and (member.job is None or not member.job.hangs):
-            do_within(partial(self._registry.save_view, self.view, _PATIENCE_S), _PATIENCE_S)
+            do_within(partial(self._registry.save_view, self.view), _PATIENCE_S)
         if error is not None:
             self._cards.make_last(_PREEMPTED_CARD_S if isinstance(error, TorchrunPreempted) else _LAST_CARD_S)

@@ -88,7 +88,7 @@ class Job:
         options = self._options
         where = (options["--run-id"], self._step, options["--task-id"])
         registry = Registry(self._flow_datastore, *where, int(options["--retry-count"]))
-        recorded = registry.load_view(_PATIENCE_S)
+        recorded = registry.load_view()
         is_known = recorded is not None and recorded.is_over
         told = [each for each in ends if each.text and not each.is_ordinary and (is_known or each.node != CONTROL)]
         lines, kind = [each.line() for each in told], TorchrunPreempted.__name__
@@ -97,7 +97,7 @@ class Job:
             lines, kind = [*gone.message.splitlines(), *lines], type(gone).__name__
         if lines:
             word = Word("\n".join(lines), time.time(), int(options.get("--num-parallel", "1")), kind)
-            registry.save_word(word, "job", _PATIENCE_S)
+            registry.save_word(word, "job")
         return "".join(f"[torchrun] {line}\n" for line in lines)
 
 

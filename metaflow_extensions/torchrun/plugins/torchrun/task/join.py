@@ -17,15 +17,12 @@ from ..gang.limits import QUIET_S, REMIND_S
 from ..gang.messages import CONTROL, Abort, Farewell, Join
 from ..gang.view import GangView, Word
 from ..machine.network import addresses_for_others
-from ..registry import STORE_PATIENCE_S, AddressRecord, Registry, growing_pauses
+from ..registry import AddressRecord, Registry, growing_pauses
 from ..settings import StepSettings
 from .link import Link
 from .member import Member
 
 LOOPBACK = "127.0.0.1"
-_LAST_WORD_S = 5.0  # how long a task tries to store that it has come in the place of another
-# The part of all_nodes_started_timeout that the control node may take to publish where it is.
-_PUBLISH_PART = 0.8
 _FIRST_PAUSE_S = 0.2  # if all nodes start at once, the control node's record is there after one pause
 _ANSWER_S = 60.0  # for a control node that does not answer, beyond the time limits of the channel
 NOTHING: Mapping[str, Any] = {}
@@ -77,8 +74,6 @@ def open_gang(member: Member, registry: Registry, main_ip: str | None, settings:
     `main_ip` is its address or name as Metaflow knows it; None if all nodes run on this machine: then the channel accepts
     connections only from it.
     """
-    # Less than the gang's own limit: otherwise the error would blame nodes that could not find the address.
-    patience_s = min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout)
     is_alone, port = member.num_nodes == 1, 0
     addresses = [LOOPBACK] if main_ip is None or is_alone else addresses_for_others(main_ip)
     try:
@@ -87,7 +82,7 @@ def open_gang(member: Member, registry: Registry, main_ip: str | None, settings:
     finally:  # also after an error, which the others then find in what is stored of the gang
         if main_ip is not None or not is_alone:
             with member.link.ours():  # as below
-                registry.save(AddressRecord(tuple(addresses), port, token, member.host), patience_s)
+                registry.save(AddressRecord(tuple(addresses), port, token, member.host))
     member.raise_news()
     return addresses[0]
 
@@ -98,7 +93,7 @@ def refuse_second_run(registry: Registry, num_nodes: int) -> None:
     The step's code would run twice in one attempt, and overwrite what is recorded and stored of the first run.
     """
     # If the datastore fails here, it can't be known whether there was one. Publishing would fail, too.
-    former = registry.load(AddressRecord, STORE_PATIENCE_S)
+    former = registry.load(AddressRecord)
     if former is None:
         return
     error = TorchrunPreempted(
@@ -107,7 +102,7 @@ def refuse_second_run(registry: Registry, num_nodes: int) -> None:
         "this attempt. What is recorded and stored of the first gang stays. " + TorchrunPreempted.remedy
     )
     with suppress(GangError):  # the error itself is in this task's log
-        registry.save_word(Word(error.message, time.time(), num_nodes), "replacement", _LAST_WORD_S)
+        registry.save_word(Word(error.message, time.time(), num_nodes), "replacement")
     raise error
 
 
@@ -130,7 +125,7 @@ class Search:
             left_s = max(1.0, self._deadline - time.monotonic())
             with self._member.link.ours():  # a signal that raised in a store's client would be swallowed there
                 # Each time: a new control node may write another.
-                record = self._registry.load(AddressRecord, min(STORE_PATIENCE_S, left_s))
+                record = self._registry.load(AddressRecord)
             self._member.raise_news()
             is_last = time.monotonic() + pause_s > self._deadline
             if record is None:
@@ -143,7 +138,7 @@ class Search:
                     return str(self._member.link.call("connect", *address, patience_s=left_s + self._patience_s))
                 except OSError as error:
                     with self._member.link.ours():
-                        view = self._registry.load_view(min(STORE_PATIENCE_S, left_s))
+                        view = self._registry.load_view()
                     if view is not None and view.is_over:
                         self._after_end(view)
                         return record.addresses[0]
