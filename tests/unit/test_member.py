@@ -237,22 +237,6 @@ def test_bad_news_after_a_failed_launch_does_not_interrupt_its_handling(join):
     assert member.broken is not None
 
 
-def test_the_news_of_a_gang_reaches_its_step_inside_of_a_gang_of_one_node(join):
-    """`TorchrunSingleNodeMultiGPU` in a gang's step."""
-    _, outer = join()
-    inner, link = join(0, 1)
-    inner.begin_launch()
-    with pytest.raises(LaunchFailed, match="Rank 3 failed"):
-        outer.comes(*ABORT)
-    assert link.interruptions == []  # nobody was preempted
-    for tell in (lambda: signal.raise_signal(signal.SIGTERM), lambda: outer.comes("must_end", "its machine goes")):
-        tell()
-        if link.interruptions == []:
-            continue  # a broken gang has no second end
-        assert len(link.interruptions) == 1
-    inner.end_launch(None, failing=True)
-
-
 # --- what is the task's, and not its children's ---------------------------------------------------
 
 

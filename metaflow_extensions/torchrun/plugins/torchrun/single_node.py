@@ -46,6 +46,7 @@ class TorchrunSingleNodeMultiGPU(Runner):
         """Run a launch in a gang of one node."""
         from .compat.datastore import values_of_running_flow
         from .compat.renamed import check
+        from .errors import TorchrunConfigError
         from .executor import TorchrunExecutor
         from .machine.accelerators import this_machine
         from .settings import parse_settings
@@ -55,13 +56,17 @@ class TorchrunSingleNodeMultiGPU(Runner):
         from .task.join import LOOPBACK, begin_gang
 
         check()
+        if current.get("torch") is not None:
+            raise TorchrunConfigError(
+                "TorchrunSingleNodeMultiGPU is for steps without @torchrun, whose nodes run one job: call current.torch.run. "
+                "Nodes that launch by themselves need @parallel only."
+            )
         settings, machine = parse_settings({}, ""), this_machine()
         member = begin_gang(settings, partial(to_log, num_nodes=1))
         store: GangStore | None = None
         error: BaseException | None = None
         try:
-            # The cards of a gang's step show that gang.
-            self._cards = self._cards or Cards(self._flow_datastore, are_anothers=current.get("torch") is not None)
+            self._cards = self._cards or Cards(self._flow_datastore)
             store = GangStore(member, (), self._cards, registry=None)
             values = values_of_running_flow()
             return TorchrunExecutor(member, LOOPBACK, machine, settings, store=values).launched(given)

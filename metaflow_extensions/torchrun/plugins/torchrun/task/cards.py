@@ -20,16 +20,15 @@ _RUNS, _ENDED = "runtime", "final"  # what a browser that shows a page compares
 
 
 class Cards:
-    """The cards of one task, unless they show another gang, around this one; one thread at a time renews them.
+    """The cards of one task; one thread at a time renews them.
 
     `shown` returns what they show, and is set by who knows.
     """
 
-    def __init__(self, flow_datastore: Any, are_anothers: bool = False) -> None:
+    def __init__(self, flow_datastore: Any) -> None:
         self.shown: Callable[[], GangView] = GangView
         self._flow_datastore = flow_datastore
-        self._are_anothers = are_anothers
-        self._ours = [] if are_anothers or flow_datastore is None else cards.of_type("torchrun")
+        self._ours = [] if flow_datastore is None else cards.of_type("torchrun")
         self._has_page = False
         self._facts: dict[str, Any] = {}  # by the card's uuid, what is still to be registered
         cards.make_here(self._ours, flow_datastore, self._make)
@@ -56,7 +55,7 @@ class Cards:
 
     @property
     def _with_parts(self) -> list[Any]:
-        return [] if self._are_anothers else cards.with_component(GangPart)
+        return cards.with_component(GangPart)
 
     def make_last(self, patience_s: float) -> None:
         """Make the last cards of a failing task, which Metaflow does not make; wait at most `patience_s`."""

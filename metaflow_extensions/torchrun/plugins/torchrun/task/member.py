@@ -139,10 +139,8 @@ class Member:
 
     def _notice(self, why: str) -> None:
         """End this node as after a SIGTERM, once: notices repeat; `why` follows the words "node 1 was preempted: "."""
-        # As with a signal, the innermost launch stops in order, and what it raises reaches this node's step.
-        member = orders.innermost(self)
-        if member.broken is None and not member._orders:
-            member.order(why, is_now=False)
+        if self.broken is None and not self._orders:
+            self.order(why, is_now=False)
 
     # --- what reaches the step's code -----------------------------------------------------------
 
@@ -184,13 +182,10 @@ class Member:
             raise error
 
     def _between_waits(self) -> None:
-        """Do what a wait leaves to do: raise news, also of the gangs around this one, and store what is due."""
+        """Do what a wait leaves to do: raise news, and store what is due."""
         while self._events:
             self.emit(self._events.popleft())
         self.raise_news()
-        for each in orders.around(self):
-            each.link.read()
-            each.raise_news()
         self.meanwhile()
 
     def terminated(self) -> TorchrunPreempted:
@@ -348,7 +343,7 @@ class Member:
         before = self._state
         if before is State.LEFT:
             return
-        orders.end(self)  # first: a gang around this one hears of what comes from now on
+        orders.end(self)
         self._state = State.LEFT
         self.meanwhile = lambda: None
         try:

@@ -17,8 +17,7 @@ from typing import Any
 from .link import forget_all
 
 SIGTERM_CAME = "its Metaflow task got SIGTERM"
-# The members whose signals these are, the innermost last: a gang's step may use `TorchrunSingleNodeMultiGPU`.
-_members: list[Any] = []  # of `task.member.Member`, which imports this
+_member: Any = None  # the `task.member.Member`, which imports this, whose signals these are
 _former: dict[int, Any] = {}
 _fork = threading.local()
 _is_reading = False  # whether the handler of SIGURG reads: others leave the raising to it
@@ -30,10 +29,11 @@ def _is_main() -> bool:
 
 def begin(member: Any) -> None:
     """Handle the signals for a member; nothing outside of the main thread."""
+    global _member
     if not _is_main():
         return
-    _members.append(member)
-    for number, handler in _HANDLERS.items() if not _former else ():
+    _member = member
+    for number, handler in _HANDLERS.items():
         # A handler of the step's own stays where it says what Ctrl-C does.
         is_own = number == signal.SIGINT and signal.getsignal(number) is not signal.default_int_handler
         if not is_own:
@@ -41,11 +41,11 @@ def begin(member: Any) -> None:
 
 
 def end(member: Any) -> None:
-    """Handle them no more for a member; the last one's end restores the former handlers."""
-    if _is_main() and member in _members:
-        if _members == [member]:
-            _restore()
-        _members.remove(member)
+    """Handle them no more for a member; the former handlers are back."""
+    global _member
+    if _is_main() and member is _member:
+        _restore()
+        _member = None
 
 
 def _restore() -> None:
@@ -56,53 +56,40 @@ def _restore() -> None:
     _former.clear()
 
 
-def around(member: Any) -> list[Any]:
-    """Return the members in whose own code a member waits in the main thread: that wait hears what comes for them."""
-    is_here = member.link.waiter == threading.main_thread().ident
-    return _members[: _members.index(member)] if is_here and member in _members else []
-
-
-def innermost(member: Any) -> Any:
-    """Return the member that handles what concerns the whole task."""
-    return _members[-1] if member in _members else member
-
-
 # --- handlers -------------------------------------------------------------------------------------
 
 
 def _is_left_to_others() -> bool:
     """Return whether somebody waits, or reads, who raises what comes."""
-    return _is_reading or any(each.link.waiter == threading.main_thread().ident for each in _members)
+    return _is_reading or _member.link.waiter == threading.main_thread().ident
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # it stands for Ctrl-C here: see `interrupts`
         _on_sigint(number, frame)
         return
-    if not _members[-1].order(SIGTERM_CAME, is_now=not _is_left_to_others()):
+    if not _member.order(SIGTERM_CAME, is_now=not _is_left_to_others()):
         _restore()
         signal.raise_signal(number)
 
 
 def _on_sigint(number: int, frame: FrameType | None) -> None:
-    if not _is_left_to_others() or _members[-1].is_interrupted:
+    if not _is_left_to_others() or _member.is_interrupted:
         raise KeyboardInterrupt
-    _members[-1].interrupt()
+    _member.interrupt()
 
 
 def _on_sigurg(number: int, frame: FrameType | None) -> None:
     global _is_reading
     if _is_left_to_others():
         return  # who waits reads; the signal comes again until somebody has read
-    _is_reading = True
+    member, _is_reading = _member, True
     try:
-        for each in _members:
-            if each.link.waiter is None:
-                each.link.read()
+        if member.link.waiter is None:
+            member.link.read()
     finally:
         _is_reading = False
-    for each in _members[::-1]:
-        each.raise_news()
+    member.raise_news()
 
 
 _HANDLERS = {signal.SIGTERM: _on_sigterm, signal.SIGINT: _on_sigint, signal.SIGURG: _on_sigurg}
@@ -111,7 +98,7 @@ _HANDLERS = {signal.SIGTERM: _on_sigterm, signal.SIGINT: _on_sigint, signal.SIGU
 def _before_fork() -> None:
     # A SIGTERM that arrives between the fork and `_in_child` must stay pending: Python forgets a signal that came before its
     # handler was set back to the default.
-    if _members:
+    if _member is not None:
         _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
@@ -121,7 +108,8 @@ def _after_fork() -> None:
 
 
 def _in_child() -> None:
-    _members.clear()
+    global _member
+    _member = None
     if _former and _is_main():
         _restore()
     forget_all()
