@@ -57,10 +57,10 @@ def refused(run_flow, clouds):
     return submit
 
 
-CATCH_WORDS = ["Step train has @catch(var='failure'), @torchrun and @kubernetes", "except TorchrunError", "@retry"]
+CATCH_WORDS = ["Step train has @catch, @torchrun and @kubernetes", "except TorchrunError", "@retry"]
 BY_KUBERNETES = {"decorators": CAUGHT, "words": CATCH_WORDS}
 METADATA_WORDS = [
-    "Step train, a gang of 2 nodes with @batch(queue='q'), can't finish with --metadata=local",
+    "Step train, a gang of 2 nodes with @batch, can't finish with --metadata=local",
     "--metadata=service",
 ]
 BATCH = ("--with", "batch:queue=q")
@@ -107,7 +107,7 @@ if __name__ == "__main__":
 def test_a_foreach_on_batch(refused, tmp_path):
     shutil.copy(FLOWS / "around.py", tmp_path)
     (tmp_path / "flow.py").write_text(IN_A_FOREACH)
-    words = ["Step train, a gang of 2 nodes with @batch(queue='q'), stands in the foreach of step start"]
+    words = ["Step train, a gang of 2 nodes with @batch, stands in the foreach of step start"]
     refused(*BATCH, flow="flow.py", folder=tmp_path, words=words)
 
 

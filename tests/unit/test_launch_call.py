@@ -20,7 +20,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call a
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Outcome
 from metaflow_extensions.torchrun.plugins.torchrun.task.function_call import FunctionCall
 from metaflow_extensions.torchrun.plugins.torchrun.task.launch_call import LaunchCall
-from metaflow_extensions.torchrun.plugins.torchrun.task.launch_outputs import LaunchOutputs
 
 
 class Call:
@@ -86,8 +85,7 @@ def store(tmp_path, monkeypatch):
 
 
 def call_with(store):
-    run = settings_of_run(outputs=["*.pt"], outputs_from="all")
-    return Call(outputs=LaunchOutputs.of(run, 1, store), where=store.where)
+    return Call(outputs=("*.pt",), store=store)
 
 
 def stored_of(call, *about):

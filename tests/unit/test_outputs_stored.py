@@ -14,7 +14,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import Datas
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError, TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.task import launch_outputs as storing
-from metaflow_extensions.torchrun.plugins.torchrun.task.launch_outputs import LaunchOutputs, upload
+from metaflow_extensions.torchrun.plugins.torchrun.task.launch_outputs import named_outputs, upload
 
 KIB = 1024
 
@@ -206,9 +206,9 @@ def test_a_failed_launch_that_has_left_nothing_says_nothing_of_it(has_failed, ro
 )
 def test_what_can_not_be_asked_for_is_refused(given, why, store):
     with pytest.raises(TorchrunConfigError, match=why):
-        LaunchOutputs.of(settings_of_run(**given), 0, store)
+        named_outputs(settings_of_run(**given), 0, store)
     with pytest.raises(TorchrunConfigError, match="needs a datastore"):
-        LaunchOutputs.of(settings_of_run(outputs="a"), 0, None)
+        named_outputs(settings_of_run(outputs="a"), 0, None)
 
 
 def test_what_a_generation_before_has_stored_is_forgotten():

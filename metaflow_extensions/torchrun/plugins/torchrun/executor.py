@@ -23,7 +23,7 @@ from .task.arguments import Position, resolve
 from .task.facts import foreign_python, shm_warning, too_few_warning, with_facts
 from .task.function_call import FunctionCall
 from .task.launch_call import LaunchCall
-from .task.launch_outputs import LaunchOutputs
+from .task.launch_outputs import named_outputs
 from .task.make_call import WITHOUT_EFFECT, make_call
 from .task.member import Member
 
@@ -90,17 +90,17 @@ class TorchrunExecutor(Runner):
             self._note_once(f"warning: run({ignored}) has no effect; name files to store with run(outputs=...) instead")
         place = Position(self.num_nodes, self.node_index, self.main_addr, flow_folder())
         run = resolve(given, self._settings, place)
-        outputs = LaunchOutputs.of(run, self.node_index, self._store)  # first: it holds nothing
+        outputs = named_outputs(run, self.node_index, self._store)  # first: it holds nothing
         # A gang of one has its values itself.
         function = FunctionCall.of(run, self._store if self.num_nodes > 1 else None)
         with nullcontext() if function is None else closing(function):
             return self._run(run, place, function, outputs)
 
     def _run(
-        self, run: RunSettings, place: Position, function: FunctionCall | None, outputs: LaunchOutputs | None
+        self, run: RunSettings, place: Position, function: FunctionCall | None, outputs: tuple[str, ...] | None
     ) -> TorchrunResult[Any]:
         nproc = choose_nproc(run.nproc_per_node, run.nproc_from, self._requested, self._machine)
-        stores = any(each is not None and each.stores for each in (function, outputs))
+        stores = bool(outputs) or (function is not None and function.stores)
         program = None if function is None else function.program
         make = partial(make_call, run, place, program, nproc=nproc.value, machine=self._machine, stores=stores)
 
@@ -115,8 +115,7 @@ class TorchrunExecutor(Runner):
         self._warn(call, run)
         text = f"processes per node: {nproc.value} ({nproc.why})"
         self._member.say(Event("chosen", self.node_index, text, is_detail=True))
-        where = "" if self._store is None else self._store.where
-        return self._launch(LaunchCall(call, self._member, complete, function, outputs, where))
+        return self._launch(LaunchCall(call, self._member, complete, function, outputs, self._store))
 
     def _warn(self, call: Call, run: RunSettings) -> None:
         """Log warnings about a launch on this machine."""

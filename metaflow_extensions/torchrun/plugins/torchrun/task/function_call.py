@@ -84,9 +84,7 @@ class FunctionCall:
         """Remove the files."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def to_store(
-        self, call: Call, error: TorchrunError | None, within_s: float | None
-    ) -> Callable[[Begin], ToTell] | None:
+    def to_store(self, call: Call, error: TorchrunError | None) -> Callable[[Begin], ToTell] | None:
         """Return what stores the values for the control node, or what the rank that is the cause has raised, for all."""
         store, cause = self._store, cause_of(error)
         if store is None or (error is None and (call.node_index == CONTROL or not self._gather)):

@@ -13,19 +13,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from ..compat.datastore import DatastoreValues
 from ..errors import LaunchFailed, TorchrunError
 from ..events import Event
 from ..gang.cause import Cause, Failure, FailureText, failed
 from ..gang.messages import Report, Store, Stored, from_wire
 from ..gang.policy import Group
 from ..gang.wire import Plain, from_plain, to_plain
+from ..outputs import Outputs
 from ..result import TorchrunResult
 from ..supervisor.call import Call, Outcome
 from . import console
 from .function_call import FunctionCall
-from .launch_outputs import LaunchOutputs
+from .launch_outputs import upload
 from .member import Member
 from .transfer import Begin, ToTell, Transfer, TransferFailed
 
@@ -34,10 +37,9 @@ _STOP_S = 45.0  # what a supervisor may take beyond the workers' grace to stop a
 
 
 class LaunchCall:
-    """One call of `run`, perhaps of a function, which perhaps stores outputs; `where` is the datastore's name and place.
+    """One call of `run`, perhaps of a function, which perhaps stores `outputs` in `store`: see `named_outputs`.
 
-    `complete` makes the call anew after its commands, which may have made the entrypoint. An error of `function` or
-    `outputs` ends the launch.
+    `complete` makes the call anew after its commands, which may have made the entrypoint.
     """
 
     def __init__(
@@ -46,12 +48,10 @@ class LaunchCall:
         member: Member,
         complete: Callable[[], Call],
         function: FunctionCall | None = None,
-        outputs: LaunchOutputs | None = None,
-        where: str = "",
+        outputs: tuple[str, ...] | None = None,
+        store: DatastoreValues | None = None,
     ) -> None:
-        self.call, self._function, self._outputs, self._where = call, function, outputs, where
-        both = {"functions": function, "outputs": outputs}
-        self._services = {kind: each for kind, each in both.items() if each is not None}  # by the kind of their reports
+        self.call, self._function, self._outputs, self._datastore = call, function, outputs, store
         self._told: Mapping[str, Plain] = {}  # what the launch has left for this node
         self._member, self._link = member, member.link
         self._complete, self._number = complete, -1
@@ -138,14 +138,13 @@ class LaunchCall:
         verdict, call, member = outcome.verdict, self.call, self._member
         fields = _metrics(self._told.get("progress", {}))
         try:
-            for kind, service in self._services.items():
-                fields |= service.result(call, self._told.get(kind, {}), member.note)
+            if self._function is not None:
+                fields |= self._function.result(call, self._told.get("functions", {}), member.note)
         except TransferFailed as error:
             cause = Cause("store", member.node, member.host, exception=f"has no result: {error}")
             after = f"\nThe workers of launch {verdict.launch} had ended well on all nodes."
             told = failed(LaunchFailed, FailureText(cause, after=after))
-            told.events = to_plain(verdict.events)
-            self._add_outputs(told)
+            told.events, told.outputs = to_plain(verdict.events), self._stored_outputs
             raise told from error
         return TorchrunResult(
             launch=verdict.launch,
@@ -160,6 +159,7 @@ class LaunchCall:
             exit_codes=dict(sorted(outcome.exit_codes.items())),
             events=tuple(to_plain(verdict.events)),
             has_values="values" in fields,
+            outputs=self._stored_outputs,
             **fields,
         )
 
@@ -167,9 +167,13 @@ class LaunchCall:
         """Return what `run` raises for the gang's verdict: what the function raised, or the verdict itself."""
         return error if self._function is None else self._function.original(error, self._told.get("functions", {}))
 
-    def _add_outputs(self, error: TorchrunError) -> None:
-        if self._outputs is not None:
-            error.outputs = self._outputs.result(self.call, self._told.get("outputs", {}), bool)["outputs"]
+    @property
+    def _stored_outputs(self) -> Outputs | None:
+        """The files of all nodes that have stored some; on another node than the control node, that node's."""
+        if self._outputs is None or self._datastore is None:
+            return None
+        nodes = self._told.get("outputs", {}).get("nodes", {})
+        return Outputs(self._datastore.address, {int(node): tuple(each) for node, each in nodes.items()})
 
     # --- what the workers have left
 
@@ -179,45 +183,49 @@ class LaunchCall:
         member = self._member
         if not self._await(lambda: not member.has_job):  # one at a time
             return
-        parts = {kind: each.to_store(self.call, asked.error, asked.within_s) for kind, each in self._services.items()}
+        parts: dict[str, Callable[[Begin], ToTell]] = {}  # by the kind of their reports
+        if self._function is not None and (values := self._function.to_store(self.call, asked.error)) is not None:
+            parts["functions"] = values
+        if self._outputs and self._datastore is not None:
+            parts["outputs"] = partial(upload, self._datastore, self._outputs, self.call.cwd, asked.within_s)
         found, failures = dict[str, ToTell](), tuple[Failure, ...]()
 
         def do(begin: Begin) -> None:
             for kind, part in parts.items():
-                if part is not None:
-                    found[kind] = part(begin)
+                found[kind] = part(begin)
 
-        if any(parts.values()):
-            upload = Transfer("stores", do, self._link.wake)
+        if parts:
+            storing = Transfer("stores", do, self._link.wake)
             try:
-                if not self._await(lambda: upload.over, upload):
+                if not self._await(lambda: storing.over, storing):
                     return
             finally:
-                upload.give_up()  # it sends and logs nothing more
-            failures = self._tell_end(asked, upload, found.copy())
+                storing.give_up()  # it sends and logs nothing more
+            failures = self._tell_end(asked, storing, found.copy())
         member.send(Stored(asked.launch, asked.generation, failures))
 
-    def _await(self, is_over: Callable[[], bool], upload: Transfer | None = None) -> bool:
-        """Wait, and report to the log if the upload is slow; return False if the gang goes on without it."""
+    def _await(self, is_over: Callable[[], bool], storing: Transfer | None = None) -> bool:
+        """Wait, and report to the log if it is slow; return False if the gang goes on without it."""
         while not is_over():
             frame = self._next(is_over)
             if frame[0] in ("store", "complete") or self._end is not None:
                 self._member.of_launch.appendleft(frame)
                 return False
-            if upload is not None and (line := upload.line()) is not None:
+            if storing is not None and (line := storing.line()) is not None:
                 self._member.note(line)
         return True
 
-    def _tell_end(self, asked: Store, upload: Transfer, found: Mapping[str, ToTell]) -> tuple[Failure, ...]:
+    def _tell_end(self, asked: Store, storing: Transfer, found: Mapping[str, ToTell]) -> tuple[Failure, ...]:
         """Tell the log and the gang what it has stored; return why the launch fails without the rest."""
-        problem, member = upload.problem(), self._member
+        problem, member = storing.problem(), self._member
         for kind, (stored, lines) in found.items():
             for line in lines if problem is None else ():
                 member.note(line)
             member.send(Report(kind, asked.launch, asked.generation, stored))
         if problem is None:
             return ()
-        text = f"{upload.what} could not be stored in {self._where} {problem}"
+        where = "" if self._datastore is None else self._datastore.where
+        text = f"{storing.what} could not be stored in {where} {problem}"
         if asked.error is not None:
             member.note(f"not all that its workers have left is stored: {text}")
             return ()
@@ -240,8 +248,7 @@ class LaunchCall:
         self._told = verdict.left
         if verdict.error is not None:
             self._verdict = verdict.error
-            verdict.error.events = to_plain(verdict.events)
-            self._add_outputs(verdict.error)
+            verdict.error.events, verdict.error.outputs = to_plain(verdict.events), self._stored_outputs
             raise verdict.error
         return outcome
 

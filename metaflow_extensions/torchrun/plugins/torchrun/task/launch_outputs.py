@@ -8,18 +8,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..compat.datastore import DatastoreValues
-from ..errors import TorchrunConfigError, TorchrunError
+from ..errors import TorchrunConfigError
 from ..gang.messages import CONTROL
-from ..gang.wire import Plain
-from ..outputs import Outputs
 from ..settings import RunSettings
-from ..supervisor.call import Call
 from ..texts import counted, first_values, size_text
 from .transfer import Begin, ToTell
 
@@ -28,41 +24,22 @@ PART_BYTES = 8_000_000
 _NAMED, _NAME_CHARS = 5, 200  # so many names, each so long, go to the gang's page
 
 
-class LaunchOutputs:
-    """The files that a call of `run` names, on this node; their patterns are relative to the workers' working directory."""
-
-    def __init__(self, patterns: tuple[str, ...], is_asked: bool, store: DatastoreValues) -> None:
-        self.stores = is_asked  # whether this node is
-        self._patterns, self._store = patterns, store
-
-    @classmethod
-    def of(cls, run: RunSettings, node: int, store: DatastoreValues | None) -> LaunchOutputs | None:
-        """Return what stores the files that `run` names, if it names any; raises TorchrunConfigError."""
-        if run.outputs is None:
-            if run.outputs_from is None:
-                return None
-            said = f"run(outputs_from={run.outputs_from!r})"
-            raise TorchrunConfigError(f"{said} says whose outputs to store, but outputs names none.")
-        if store is None:
-            raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
-        return cls(run.outputs, run.outputs_from == "all" or node == CONTROL, store)
-
-    def to_store(
-        self, call: Call, error: TorchrunError | None, within_s: float | None
-    ) -> Callable[[Begin], ToTell] | None:
-        """Return what stores the files of this node, if they are asked for; after a failure it has `within_s` seconds."""
-        return partial(upload, self._store, self._patterns, call.cwd, within_s) if self.stores else None
-
-    def result(self, call: Call, told: Plain, say: Callable[[str], object]) -> Mapping[str, Any]:
-        """Return the files of all nodes that have stored some; on another node than the control node, that node's."""
-        of = {int(node): tuple(each) for node, each in told.get("nodes", {}).items()}
-        return {"outputs": Outputs(self._store.address, of)}
+def named_outputs(run: RunSettings, node: int, store: DatastoreValues | None) -> tuple[str, ...] | None:
+    """Return what `run` names to store, empty if others than this node do so, None without; raises TorchrunConfigError."""
+    if run.outputs is None:
+        if run.outputs_from is None:
+            return None
+        said = f"run(outputs_from={run.outputs_from!r})"
+        raise TorchrunConfigError(f"{said} says whose outputs to store, but outputs names none.")
+    if store is None:
+        raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
+    return run.outputs if run.outputs_from == "all" or node == CONTROL else ()
 
 
 def upload(
     store: DatastoreValues, patterns: tuple[str, ...], folder: str, within_s: float | None, begin: Begin
 ) -> ToTell:
-    """Store the files of `folder` that patterns name, and an index of them; see `LaunchOutputs.to_store`."""
+    """Store the files of `folder` that patterns name, after a failure within so many seconds, and an index of them."""
     begun_at = time.monotonic()
     deadline = begun_at + (float("inf") if within_s is None else within_s)
     begin("its outputs")

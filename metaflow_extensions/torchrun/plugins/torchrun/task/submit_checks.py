@@ -52,10 +52,10 @@ class Submission:
         if "kubernetes" in decorators and "catch" in decorators:
             # Metaflow's KubernetesDecorator.step_init refuses it for a decorator named "parallel", and ours is not.
             yield (
-                f" has {_shown('catch', decorators, 'var')}, @torchrun and @kubernetes, but @catch does not work with a gang "
-                "on Kubernetes: when a pod dies, the whole gang ends with it, and @catch's fallback fails on the submitting "
-                "machine. Remove @catch. To go on after a failed launch, write in the step: try: current.torch.run(...) "
-                "except TorchrunError as error: self.failure = str(error). All nodes raise the same error. Against pods that "
+                " has @catch, @torchrun and @kubernetes, but @catch does not work with a gang on Kubernetes: when a pod "
+                "dies, the whole gang ends with it, and @catch's fallback fails on the submitting machine. Remove @catch. To "
+                "go on after a failed launch, write in the step: try: current.torch.run(...) except TorchrunError as error: "
+                "self.failure = str(error). All nodes raise the same error. Against pods that "
                 "die, use @retry."
             )
         lost = sorted(settings.restart_on & GONE) if settings.restart_on != DEFAULT_RESTART_ON else []
@@ -73,15 +73,15 @@ class Submission:
                 "all nodes. Remove min_nodes; spare_nodes and max_restarts work there, too."
             )
         if is_run and "batch" in decorators and count is not None and count > 1:  # a gang of one waits for nobody
-            yield from self._never_ending(decorators, count)
+            yield from self._never_ending(count)
 
-    def _never_ending(self, decorators: Mapping[str, Any], count: int) -> Iterator[str]:
+    def _never_ending(self, count: int) -> Iterator[str]:
         """Yield why the control node would never see its nodes' ends on AWS Batch.
 
         Before it ends, Metaflow asks its metadata provider for the tasks of the step until there are as many
         as nodes, all finished; after 600 s it fails the task (`BatchDecorator._wait_for_mapper_tasks`).
         """
-        where = f", a gang of {count} nodes with {_shown('batch', decorators, 'queue')},"
+        where = f", a gang of {count} nodes with @batch,"
         if self._foreach:
             yield (
                 f"{where} stands in the foreach of step {self._foreach[-1]} and can't finish there: the control node waits "
@@ -95,8 +95,3 @@ class Submission:
                 "nodes' tasks as finished, but local metadata is a folder in each container. Use a metadata service "
                 "(--metadata=service with METAFLOW_SERVICE_URL), or num_parallel=1, or @kubernetes instead of @batch."
             )
-
-
-def _shown(name: str, decorators: Mapping[str, Any], attribute: str) -> str:
-    value = decorators[name].get(attribute)
-    return f"@{name}" if value is None else f"@{name}({attribute}={value!r})"
