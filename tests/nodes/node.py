@@ -121,7 +121,7 @@ def join(task, registry, settings, starts):
     if task.node > 0:
         member = joining.begin(task.node, task.num_nodes, settings, show, {"starts": starts})
         try:
-            return member, None, joining.Search(member, registry, settings).connect()
+            return member, None, joining.connect(member, registry, settings)
         except BaseException as error:
             member.leave(error)
             raise

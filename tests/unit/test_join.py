@@ -64,7 +64,7 @@ def find(registry, own=None, emit=print):
     """Become a member as a task does."""
     member = joining.begin(1, 2, own or settings(), emit)
     try:
-        joining.Search(member, registry, own or settings()).connect()
+        joining.connect(member, registry, own or settings())
     except BaseException as error:
         member.leave(error)
         raise

@@ -109,74 +109,61 @@ def refuse_second_run(registry: Registry, num_nodes: int) -> None:
 # --- as another member ----------------------------------------------------------------------------
 
 
-class Search:
-    """Tries to become a member for some time, and logs what it waits for."""
-
-    def __init__(self, member: Member, registry: Registry, settings: StepSettings) -> None:
-        self._member, self._registry = member, registry
-        self._who = f"Node {member.node} (host {member.host})"
-        self._patience_s = settings.heartbeat_timeout_s + _ANSWER_S
-        self._timeout_s, now = settings.all_nodes_started_timeout, time.monotonic()
-        self._deadline, self._log_at = now + self._timeout_s, now + QUIET_S
-
-    def connect(self) -> str:
-        """Find the control node, and become a member; return the address that worked."""
-        for pause_s in growing_pauses(_FIRST_PAUSE_S):
-            left_s = max(1.0, self._deadline - time.monotonic())
-            with self._member.link.ours():  # a signal that raised in a store's client would be swallowed there
-                # Each time: a new control node may write another.
-                record = self._registry.load(AddressRecord)
-            self._member.raise_news()
-            is_last = time.monotonic() + pause_s > self._deadline
-            if record is None:
+def connect(member: Member, registry: Registry, settings: StepSettings) -> str:
+    """Find the control node, become a member of its gang, and return the address that worked; log what it waits for."""
+    timeout_s, now = settings.all_nodes_started_timeout, time.monotonic()
+    deadline, log_at = now + timeout_s, now + QUIET_S
+    for pause_s in growing_pauses(_FIRST_PAUSE_S):
+        with member.link.ours():  # a signal that raised in a store's client would be swallowed there
+            record = registry.load(AddressRecord)  # each time: a new control node may write another
+        member.raise_news()
+        left_s, is_last = max(1.0, deadline - time.monotonic()), time.monotonic() + pause_s > deadline
+        if record is not None:
+            address = [list(record.addresses), record.port, record.token, left_s]
+            patience_s = left_s + settings.heartbeat_timeout_s + _ANSWER_S
+            try:
+                return str(member.link.call("connect", *address, patience_s=patience_s))
+            except OSError as error:
+                with member.link.ours():
+                    view = registry.load_view()
+                if view is not None and view.is_over:
+                    _after_end(member, view)
+                    return record.addresses[0]
                 if is_last:
-                    raise self._missing()
-                self._log("waits for node 0 (the control node) to start")
-            else:
-                address = [list(record.addresses), record.port, record.token, left_s]
-                try:
-                    return str(self._member.link.call("connect", *address, patience_s=left_s + self._patience_s))
-                except OSError as error:
-                    with self._member.link.ours():
-                        view = self._registry.load_view()
-                    if view is not None and view.is_over:
-                        self._after_end(view)
-                        return record.addresses[0]
-                    self._see_failure(error, record, is_last)
-            self._member.link.wait(bool, pause_s)
-        raise AssertionError("the pauses never end")
+                    raise _unreached(member, record, timeout_s, error) from error
+                text = f"can't join yet: {error}"
+        elif is_last:
+            raise GangStartTimeout(
+                f"Waited {timeout_s:g} s, but node 0 (the control node) did not arrive: it wrote no address for "
+                f"{registry.where}. Look at the control task's log. @torchrun(all_nodes_started_timeout=...) changes how "
+                "long to wait."
+            )
+        else:
+            text = "waits for node 0 (the control node) to start"
+        if time.monotonic() >= log_at:
+            log_at = time.monotonic() + REMIND_S
+            member.note(text)
+        member.link.wait(bool, pause_s)
+    raise AssertionError("the pauses never end")
 
-    def _after_end(self, view: GangView) -> None:
-        """Raise the gang's error, or end this task if it has come in the place of one that was in the gang."""
-        if view.nodes[CONTROL].state != "finished":
-            cls = CLASSES.get(view.reports[-1].error or "", GangError) if view.reports else GangError
-            self._member.deliver(Abort(cls(view.error or "The gang has ended.", view.cause)))
-            self._member.raise_news()
-        if view.nodes[self._member.node].state != "not joined yet":
-            self._member.note("the gang has ended well without this task; it has nothing to do")
-            sys.stdout.flush()
-            os._exit(0)  # Metaflow would store results otherwise, also over those that the node has stored before
-        self._member.deliver(Farewell("bye"))  # the control node's step launched nothing and has ended well
 
-    def _missing(self) -> GangStartTimeout:
-        return GangStartTimeout(
-            f"Waited {self._timeout_s:g} s, but node 0 (the control node) did not arrive: it wrote no address for "
-            f"{self._registry.where}. Look at the control task's log. @torchrun(all_nodes_started_timeout=...) changes how "
-            "long to wait."
-        )
+def _after_end(member: Member, view: GangView) -> None:
+    """Raise the gang's error, or end this task if it has come in the place of one that was in the gang."""
+    if view.nodes[CONTROL].state != "finished":
+        cls = CLASSES.get(view.reports[-1].error or "", GangError) if view.reports else GangError
+        member.deliver(Abort(cls(view.error or "The gang has ended.", view.cause)))
+        member.raise_news()
+    if view.nodes[member.node].state != "not joined yet":
+        member.note("the gang has ended well without this task; it has nothing to do")
+        sys.stdout.flush()
+        os._exit(0)  # Metaflow would store results otherwise, also over those that the node has stored before
+    member.deliver(Farewell("bye"))  # the control node's step launched nothing and has ended well
 
-    def _log(self, text: str) -> None:
-        if time.monotonic() >= self._log_at:
-            self._log_at = time.monotonic() + REMIND_S
-            self._member.note(text)
 
-    def _see_failure(self, error: OSError, record: AddressRecord, is_last: bool) -> None:
-        """Raise when the time is up."""
-        if is_last:
-            raise GangError(
-                f"{self._who} can't reach the control node: tried {', '.join(record.addresses)} on port {record.port} for "
-                f"{self._timeout_s:g} s; the last try failed: {error}. Look whether its task has ended. If not, check that "
-                "network policies and security groups let the nodes connect to each other; @torchrun(channel_port=...) pins "
-                "the port."
-            ) from error
-        self._log(f"can't join yet: {error}")
+def _unreached(member: Member, record: AddressRecord, timeout_s: float, error: OSError) -> GangError:
+    return GangError(
+        f"Node {member.node} (host {member.host}) can't reach the control node: tried {', '.join(record.addresses)} on port "
+        f"{record.port} for {timeout_s:g} s; the last try failed: {error}. Look whether its task has ended. If not, check "
+        "that network policies and security groups let the nodes connect to each other; @torchrun(channel_port=...) pins "
+        "the port."
+    )

@@ -34,7 +34,7 @@ from . import local_nodes
 from .cards import Cards, make_none
 from .console import hurry, to_log
 from .gang_store import GangStore
-from .join import NOTHING, Search, begin, begin_gang, open_gang, refuse_second_run
+from .join import NOTHING, begin, begin_gang, connect, open_gang, refuse_second_run
 from .member import Member
 from .report import end_with, report
 from .signs import LOCAL_NODE_MARGIN_S, STARTED_BY, signs
@@ -89,7 +89,7 @@ class TaskGang:
             self.part = pointing_at("/".join(control))
             make_none()  # the control node makes the gang's card
             member = self._member = begin(parallel.node_index, num_nodes, settings, self._emit, more)
-            return member, Search(member, registry, settings).connect()
+            return member, connect(member, registry, settings)
         stacks = f"{flow_program()} torchrun stacks {run_id}/{step_name}"
         rules = {"replaces": self._replaces, "stacks": stacks, **self._limit}
         main_ip = None if here_only else parallel.main_ip
