@@ -39,14 +39,12 @@ DEADLINE_S = 1200.0
 
 
 def faulty_storage(fault):
-    """Return a local datastore whose every call is slow, or fails at first, or always."""
-    calls = []
+    """Return a local datastore whose every call is slow, or fails."""
 
     def wrapped(method):
         def call(*args, **kwargs):
-            calls.append(fault)
             time.sleep(2 * (fault == "slow"))
-            if fault == "gone" or (fault == "fails twice" and len(calls) <= 2):
+            if fault == "gone":
                 raise OSError(5, "the datastore is not there")
             return method(*args, **kwargs)
 
