@@ -50,26 +50,11 @@ def test_versions_are_read_not_imported(version_file, version, site, tmp_path):
     found = facts.with_facts(replace(script, machine=Machine(4, ("0",)))).facts
     assert found["torch"] == version
     assert found["python"] == ".".join(platform.python_version_tuple()[:2])
-    assert (found["devices"], found["contents"]) == (facts.device_kind(("0",)), facts.contents_digest(script))
+    assert (found["devices"], found["contents"]) == ("1 accelerator", facts.contents_digest(script))
     function = replace(script, function=FunctionSpec("Trainer.fit"))
     assert ("function" in found, facts.with_facts(function).facts["function"]) == (False, "Trainer.fit")
     assert "torch" not in sys.modules
-    assert found.keys() == {*FACTS, "accelerators"}, "all are compared"
-
-
-@pytest.mark.parametrize(
-    ("files", "accelerators", "kind"),
-    [
-        (["nvidia0", "nvidiactl"], ("0",), "nvidia"),
-        (["nvidia0"], (), "none"),  # CUDA_VISIBLE_DEVICES hides them
-        (["nvidiactl", "nvidia-uvm"], ("0",), "unknown"),
-        (["kfd"], TWO, "amd"),
-    ],
-)
-def test_the_kind_of_devices(files, accelerators, kind, tmp_path):
-    for name in files:
-        write(tmp_path / "dev" / name, "")
-    assert facts.device_kind(accelerators, str(tmp_path)) == kind
+    assert found.keys() == FACTS.keys(), "all are compared"
 
 
 def test_two_files_of_one_name_are_told_apart_by_all_their_contents(tmp_path):
@@ -85,12 +70,10 @@ def test_two_files_of_one_name_are_told_apart_by_all_their_contents(tmp_path):
     assert facts.contents_digest(replace(CALL, entrypoint=str(tmp_path))) == "unknown"
 
 
-@pytest.mark.parametrize(("call", "seen"), [(CALL, "2 {}"), (HIDING, "none")])
+@pytest.mark.parametrize(("call", "seen"), [(CALL, "2 accelerators"), (HIDING, "none")])
 def test_accelerators_are_those_that_the_workers_see_but_a_call_hides_them_on_purpose(call, seen, site):
     site(CPU)
-    found = facts.with_facts(replace(call, machine=Machine(4, TWO))).facts
-    assert found["devices"] != "none"
-    assert found["accelerators"] == seen.format(found["devices"])
+    assert facts.with_facts(replace(call, machine=Machine(4, TWO))).facts["devices"] == seen
 
 
 # --- /dev/shm -------------------------------------------------------------------------------------

@@ -59,10 +59,11 @@ def change_of_nodes(left: Collection[int], came: Collection[int], size: int) -> 
 
 # --- nodes that don't agree ----------------------------------------------------------------------
 
+_NONE = "none"  # no accelerators
 # What must be the same on every node, and its name for the error: fields of *ready*, or among its facts.
 _MUST_AGREE = {
     "launch": "launch number",
-    "devices": "kind of accelerators",
+    "devices": "accelerators",
     "nproc": "processes per node",
     "torch": "torch version",
     "python": "Python version",
@@ -93,8 +94,8 @@ def contradiction(ready: Mapping[int, Ready]) -> GangError | None:
 
 
 def _kind(ready: Ready) -> str:
-    """Return which kind of devices the workers see, where that is known, or else those of the node."""
-    return str(ready.facts.get("accelerators", ready.facts.get("devices"))).rpartition(" ")[2]
+    """Return whether the workers see accelerators, of which each node may have another number."""
+    return _NONE if ready.facts.get("devices", _NONE) == _NONE else "some"
 
 
 # --- a launch that can't begin, and failures outside of launches ----------------------------------

@@ -260,8 +260,8 @@ def start_line(call: Call, go: Go) -> str:
     """Return which ranks a launch starts, and where."""
     processes = f"{call.nproc} process{'' if call.nproc == 1 else 'es'}"
     where = f" on {counted(call.group_size, 'node')}, {processes} on each" if call.group_size > 1 else ""
-    count, _, kind = call.facts.get("accelerators", "").partition(" ")  # "8 nvidia", or "none"
-    devices = f"; this node has {counted(int(count), f'{kind} accelerator')}" if kind else ""
+    seen = call.facts.get("devices", "none")
+    devices = "" if seen == "none" else f"; this node has {seen}"
     first = _FIRST_LAUNCH if go.launch == 0 else ""
     return f"launch {go.launch} starts {_ranks(call)}{where}{devices}{first}"
 

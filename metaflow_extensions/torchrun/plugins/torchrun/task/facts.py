@@ -5,7 +5,6 @@ Nothing here imports torch: the task stays small, and a node where torch can't b
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import importlib.util
 import os
@@ -37,14 +36,11 @@ _DIGESTED_BYTES = 16 * 1024 * 1024  # a word of a command can name a file of any
 
 def with_facts(call: Call) -> Call:
     """Return a call with the facts for this node's *ready*; raises TorchNotFoundError without PyTorch."""
-    machine = call.machine
-    seen = machine.seen_by(call.env)
+    seen = len(call.machine.seen_by(call.env))
     facts = {
         "torch": _torch_version(),
         "python": ".".join(platform.python_version_tuple()[:2]),
-        # Not their number, which may differ. What `run` itself hides from its workers, it hides on purpose.
-        "devices": device_kind(machine.seen_by({})),
-        "accelerators": f"{len(seen)} {device_kind(seen)}" if seen else _NONE,
+        "devices": counted(seen, "accelerator") if seen else _NONE,
         "contents": contents_digest(call),
         **({} if call.function is None else {"function": call.function.name}),
     }
@@ -64,16 +60,6 @@ def _torch_version() -> str:
             if version := re.search(r"""^__version__\s*(?::[^=\n]*)?=\s*['"]([^'"\n]*)""", file.read(), re.MULTILINE):
                 return version[1]
     return _UNKNOWN
-
-
-def device_kind(accelerators: Sequence[str], root: str = "/") -> str:
-    """Return the kind of the accelerators that a node may use: ``"nvidia"``, ``"amd"`` or ``"none"``."""
-    if not accelerators:
-        return _NONE
-    if glob.glob(os.path.join(root, "dev/nvidia[0-9]*")):
-        return "nvidia"
-    # Unknown: an environment variable names devices that have no such files.
-    return "amd" if os.path.exists(os.path.join(root, "dev/kfd")) else _UNKNOWN
 
 
 def contents_digest(call: Call) -> str:
