@@ -5,7 +5,6 @@ of each launch, and of the node itself, is in ``node-N.json``.
 """
 
 import ctypes
-import functools
 import json
 import multiprocessing
 import os
@@ -29,7 +28,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_setting
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import between
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
 from metaflow_extensions.torchrun.plugins.torchrun.task.cards import Cards
-from metaflow_extensions.torchrun.plugins.torchrun.task.console import to_log
 from metaflow_extensions.torchrun.plugins.torchrun.task.gang_store import GangStore
 from metaflow_extensions.torchrun.plugins.torchrun.task.spares import starts_of
 
@@ -115,9 +113,8 @@ class Notes:
 
 def join(task, registry, settings, starts):
     """Return this node as a member, the control node's store or None, and the control node's address."""
-    show = functools.partial(to_log, num_nodes=task.num_nodes)
     if task.node > 0:
-        member = joining.begin(task.node, task.num_nodes, settings, show, {"starts": starts})
+        member = joining.begin(task.node, task.num_nodes, settings, {"starts": starts})
         try:
             return member, None, joining.connect(member, registry, settings)
         except BaseException as error:
@@ -129,7 +126,7 @@ def join(task, registry, settings, starts):
     if main_ip is not None:
         joining.refuse_second_run(registry, task.num_nodes)
     token = secrets.token_hex(32)
-    member = joining.begin_gang(settings, show, {"starts": starts}, {}, task.num_nodes, token)
+    member = joining.begin_gang(settings, {"starts": starts}, {}, task.num_nodes, token)
     store = GangStore(member, (), Cards(None), registry)
     try:
         return member, store, joining.open_gang(member, registry, main_ip, settings, token)

@@ -84,6 +84,6 @@ def in_thread(do):
     return found[0]
 
 
-def member_of(link, node=1, num_nodes=2, emit=lambda event: None):
+def member_of(link, node=1, num_nodes=2):
     """Return a member that leaves the signals of this process alone."""
-    return in_thread(lambda: Member(node, num_nodes, emit, link))
+    return in_thread(lambda: Member(node, num_nodes, link))

@@ -60,9 +60,9 @@ def settings(**attributes):
     return parse_settings({**DEFAULTS, **attributes}, "train")
 
 
-def find(registry, own=None, emit=print):
+def find(registry, own=None):
     """Become a member as a task does."""
-    member = joining.begin(1, 2, own or settings(), emit)
+    member = joining.begin(1, 2, own or settings())
     try:
         joining.connect(member, registry, own or settings())
     except BaseException as error:
@@ -72,18 +72,17 @@ def find(registry, own=None, emit=print):
 
 
 def join(registry, **attributes):
-    raised, events = None, []
     try:
-        find(registry, settings(**attributes), events.append).leave()
+        find(registry, settings(**attributes)).leave()
     except Exception as error:
-        raised = error
-    return raised, [event.text for event in events]
+        return error
+    return None
 
 
 def become_control(registry, **attributes):
     """Become the control node as a task does; return its member and what stores what is known of the gang."""
     own = settings(**attributes)
-    member = joining.begin_gang(own, lambda event: None, num_nodes=2, token="a token")
+    member = joining.begin_gang(own, num_nodes=2, token="a token")
     store = GangStore(member, (), Cards(None), registry)
     try:
         joining.open_gang(member, registry, None, own, "a token")
@@ -96,7 +95,7 @@ def become_control(registry, **attributes):
 
 def test_a_control_node_that_does_not_answer_is_named_with_the_setting(registry):
     registry.save(AddressRecord((HOST,), pick_port(), "secret"))
-    error, _ = join(registry, all_nodes_started_timeout=0.1)
+    error = join(registry, all_nodes_started_timeout=0.1)
     assert type(error) is GangError
     assert re.search(rf"tried {HOST} on port \d+ for 0.1 s; .* its task has ended.*channel_port", str(error))
 
@@ -124,9 +123,8 @@ def test_a_control_node_does_not_take_the_place_of_another_and_keeps_what_that_h
     assert (stored.outcome, [node.state for node in stored.nodes]) == ("failed", ["lost", "lost"])
     assert "was deleted or replaced" in stored.why
 
-    error, said = join(registry)
+    error = join(registry)
     assert str(error) == str(here.value), "a node that is replaced, too, need not wait for the first control node"
-    assert said == []
     with pytest.raises(TorchrunPreempted):
         joining.refuse_second_run(registry, 2)
 
@@ -152,17 +150,17 @@ def test_an_order_to_end_is_heard_though_a_stores_client_takes_it_for_an_error(m
 def test_a_member_that_comes_after_an_error_raises_it(registry):
     with socket.create_server((HOST, 0)) as taken, pytest.raises(GangError) as here:
         become_control(registry, channel_port=taken.getsockname()[1])
-    error, _ = join(registry)
+    error = join(registry)
     assert isinstance(error, LaunchFailed)
     assert str(here.value) in str(error)
     assert error.cause["node"] == 0
 
 
-def test_a_task_that_comes_when_the_gang_is_over_ends_well_at_once(registry, monkeypatch):
+def test_a_task_that_comes_when_the_gang_is_over_ends_well_at_once(registry, monkeypatch, capfd):
     registry.save(AddressRecord((HOST,), pick_port(), "token"))
     view = GangView(nodes=[NodeView(state="finished") for _ in range(2)], is_over=True)
     registry.save_view(view)
-    said, codes = [], []
+    codes = []
 
     def leave(code):
         codes.append(code)
@@ -170,6 +168,6 @@ def test_a_task_that_comes_when_the_gang_is_over_ends_well_at_once(registry, mon
 
     monkeypatch.setattr(joining.os, "_exit", leave)
     with pytest.raises((InterruptedError, GangError)):
-        find(registry, emit=said.append)
+        find(registry)
     assert codes == [0]
-    assert "has nothing to do" in said[0].text
+    assert "has nothing to do" in capfd.readouterr().err

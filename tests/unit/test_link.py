@@ -23,7 +23,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.task.join import begin_gang
 @pytest.fixture
 def control():
     """Return a control node that nobody has joined."""
-    control = begin_gang(parse_settings(DEFAULTS, "train"), lambda event: None)
+    control = begin_gang(parse_settings(DEFAULTS, "train"))
     yield control
     control.leave()
 

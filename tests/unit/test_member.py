@@ -58,10 +58,10 @@ class Link(FakeLink):
         return [message for message in self.said if isinstance(message, Leave) and message != DONE]
 
 
-def attach(node=1, num_nodes=3, emit=print):
+def attach(node=1, num_nodes=3):
     """Return a member that the control node has not taken in yet, and its link."""
     link = Link()
-    return Member(node, num_nodes, emit, link), link
+    return Member(node, num_nodes, link), link
 
 
 @pytest.fixture
@@ -210,6 +210,16 @@ def test_news_at_any_moment_is_never_lost(what, kind):
         assert told, f"lost before line {moment}"
         moment += 1
     assert moment > 8
+
+
+def test_a_failure_in_the_log_has_it_saved_and_other_news_has_not(join):
+    member, link = join()
+    saved = []
+    member.save_log = lambda: saved.append(True)
+    for kind, count in (("note", 0), ("failed", 1), ("note", 1)):
+        link.says("event", kind, "größe")
+        link.wait(lambda: True, 0.0)
+        assert len(saved) == count
 
 
 # --- SIGTERM and notices --------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import pytest
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import save_log
-from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.task import task_log
 from metaflow_extensions.torchrun.plugins.torchrun.task.task_log import TaskLog
 
@@ -40,16 +39,6 @@ def log(tmp_path):
     upload = partial(save_log, store, ("1", "train", "2", 0))
     yield TaskLog(upload, {"MFLOG_STDOUT": str(path)}), store, path
     store.go_on.set()
-
-
-def test_only_bad_news_is_urgent(log, capfd):
-    log, store, _ = log
-    before = threading.active_count()
-    log.take(Event("note", 0, "all well"), 2)
-    assert threading.active_count() == before
-    log.take(Event("failed", 0, "Rank 3 failed"), 2)
-    assert eventually(lambda: store.begun)
-    assert capfd.readouterr().err == "[torchrun node 0] all well\n[torchrun node 0] Rank 3 failed\n"
 
 
 def test_a_store_that_hangs_is_not_waited_for_and_the_newest_state_comes_last(log):

@@ -25,7 +25,7 @@ def use_pool():
 
 sent = []
 link = SimpleNamespace(send=lambda *frame: sent.append(frame), read=list, ours=nullcontext, waiter=None, end=None)
-member = Member(0, 2, print, link)
+member = Member(0, 2, link)
 for _ in range(ROUNDS):
     if sys.argv[1] == "main":
         use_pool()

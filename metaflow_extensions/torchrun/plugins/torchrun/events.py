@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,10 +22,6 @@ class Event:
     node: int
     text: str  # what happened, in words for the log
     is_detail: bool = False  # whether only METAFLOW_TORCHRUN_DEBUG=1 shows it
-    is_written: bool = False  # whether the log has it already
-
-
-Subscriber = Callable[[Event], None]
 
 
 def label(node: int, num_nodes: int) -> str:

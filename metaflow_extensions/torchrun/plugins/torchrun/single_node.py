@@ -5,7 +5,6 @@ Metaflow imports this module whenever it is imported itself, so each method impo
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from metaflow import current
@@ -51,7 +50,6 @@ class TorchrunSingleNodeMultiGPU(Runner):
         from .machine.accelerators import this_machine
         from .settings import parse_settings
         from .task.cards import Cards
-        from .task.console import to_log
         from .task.gang_store import GangStore
         from .task.join import LOOPBACK, begin_gang
 
@@ -62,7 +60,7 @@ class TorchrunSingleNodeMultiGPU(Runner):
                 "Nodes that launch by themselves need @parallel only."
             )
         settings, machine = parse_settings({}, ""), this_machine()
-        member = begin_gang(settings, partial(to_log, num_nodes=1))
+        member = begin_gang(settings)
         store: GangStore | None = None
         error: BaseException | None = None
         try:

@@ -84,7 +84,7 @@ class Output:
     def show(self, event: Event) -> None:
         """Write an event to the node's log, and tell the task of it."""
         self.write("stderr", event_text(event, self.num_nodes).encode(errors="backslashreplace"))
-        self._tell_task("event", event.kind, event.node, event.text, event.is_detail)
+        self._tell_task("event", event.kind, event.text)
 
     @property
     def has_given_up(self) -> bool:

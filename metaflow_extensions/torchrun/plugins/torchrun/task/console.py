@@ -22,9 +22,8 @@ _patience_s = float("inf")  # for a reader that takes nothing
 
 
 def to_log(event: Event, num_nodes: int) -> None:
-    """Write an event to the node's log, on stderr like Metaflow's own lines, unless the supervisor has."""
-    if not event.is_written:
-        write("stderr", event_text(event, num_nodes))
+    """Write an event to the node's log, on stderr like Metaflow's own lines."""
+    write("stderr", event_text(event, num_nodes))
 
 
 def write(stream: str, text: str) -> None:

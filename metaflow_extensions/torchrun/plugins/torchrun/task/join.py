@@ -12,7 +12,6 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import CLASSES, GangError, GangStartTimeout, TorchrunPreempted
-from ..events import Subscriber
 from ..gang.limits import QUIET_S, REMIND_S
 from ..gang.messages import CONTROL, Abort, Farewell, Join
 from ..gang.view import GangView, Word
@@ -33,7 +32,6 @@ NOTHING: Mapping[str, Any] = {}
 
 def begin_gang(
     settings: StepSettings,
-    emit: Subscriber,
     more: Mapping[str, Any] = NOTHING,
     rules: Mapping[str, Any] = NOTHING,
     num_nodes: int = 1,
@@ -48,7 +46,7 @@ def begin_gang(
         "min_nodes": settings.min_nodes,
         **rules,
     }
-    member = begin(CONTROL, num_nodes, settings, emit, more, {"token": token, "rules": given})
+    member = begin(CONTROL, num_nodes, settings, more, {"token": token, "rules": given})
     member.send(Join(CONTROL, member.host))
     return member
 
@@ -57,12 +55,11 @@ def begin(
     node: int,
     num_nodes: int,
     settings: StepSettings,
-    emit: Subscriber,
     more: Mapping[str, Any] = NOTHING,
     of_control: Mapping[str, Any] = NOTHING,
 ) -> Member:
     """Return a node that has not joined yet as a member; `more` is what its supervisor looks at, and its spares."""
-    member = Member(node, num_nodes, emit, Link(settings.grace_s))
+    member = Member(node, num_nodes, Link(settings.grace_s))
     about = {"num_nodes": num_nodes, "timeout_s": settings.heartbeat_timeout_s, "more": dict(more)}
     member.link.send("begin", {**about, **(of_control or {"node": node})})
     return member

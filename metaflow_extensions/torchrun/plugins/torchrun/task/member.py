@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ..errors import GangError, LaunchFailed, TorchrunError, TorchrunPreempted, chain
-from ..events import Event, Subscriber
+from ..events import Event
 from ..gang.cause import Cause, FailureText, cause_of, failed
 from ..gang.limits import QUIET_S, REMIND_S
 from ..gang.messages import CONTROL, Abort, Answer, Farewell, Leave, Message, from_wire, to_wire
@@ -23,6 +23,7 @@ from ..supervisor.endings import NotNeeded, lost_control, preempted
 from ..texts import names
 from ..tracebacks import user_traceback, words_of
 from . import orders
+from .console import to_log
 from .link import Link
 from .transfer import Transfer
 
@@ -42,20 +43,21 @@ class State(enum.Enum):
     LEFT = "this node has left"
 
 
+_URGENT = frozenset({"worker_failed", "stopping", "failed"})  # events that report a failure
 _OVER = frozenset({State.FAILING, State.STORING, State.ENDING, State.LEFT})
 
 
 class Member:
     """One node in its gang, over a link to a supervisor that was told of it."""
 
-    def __init__(self, node: int, num_nodes: int, emit: Subscriber, link: Link) -> None:
+    def __init__(self, node: int, num_nodes: int, link: Link) -> None:
         self.node, self.num_nodes, self.link = node, num_nodes, link
-        self.emit = emit  # gets events that are written, or can't be by the supervisor; `say` is for all others
         self.host = socket.gethostname()
         self.command: str | None = None  # of torchrun, when that becomes known
         self.shows_output = True  # whether the last launch shows everything that a failing worker writes
         self.meanwhile: Callable[[], None] = lambda: None  # called now and then while our code waits
         self.store_now: Callable[[], None] = lambda: None  # stores what is known of the gang
+        self.save_log: Callable[[], None] = lambda: None  # called when the log has a failure
         self.job: Transfer | None = None  # what `meanwhile` has begun
         self.uploads = False  # whether a launch has something to store: that comes before all else
         self.of_launch: deque[Sequence[Any]] = deque()  # frames that concern a launch, for who runs it
@@ -73,7 +75,7 @@ class Member:
         self.is_interrupted = False  # by Ctrl-C
         self._is_raised = False  # whether that has been raised
         self._not_needed: NotNeeded | None = None  # what each call of `run` raises on a node that was dismissed
-        self._events: deque[Event] = deque()  # which a signal handler must not emit
+        self._has_bad_news = False  # in the log
         link.handle, link.turn = self._handle, self._between_waits
         orders.begin(self)
 
@@ -104,10 +106,10 @@ class Member:
         if what == "deliver":
             self.deliver(from_wire(rest[0]))
         elif what == "event":
-            kind, node, text, is_detail = rest
+            kind, text = rest
             if kind == "command":
                 self.command = text.removeprefix("runs: ")
-            self._events.append(Event(kind, node, text, is_detail, is_written=True))
+            self._has_bad_news |= kind in _URGENT
         elif what == "lost":
             if "bye" not in self._heard:
                 self._lost = lost_control(rest[0])
@@ -183,8 +185,9 @@ class Member:
 
     def _between_waits(self) -> None:
         """Do what a wait leaves to do: raise news, and store what is due."""
-        while self._events:
-            self.emit(self._events.popleft())
+        if self._has_bad_news:
+            self._has_bad_news = False
+            self.save_log()
         self.raise_news()
         self.meanwhile()
 
@@ -195,11 +198,11 @@ class Member:
     # --- called by the step's code --------------------------------------------------------------
 
     def say(self, event: Event) -> None:
-        """Have an event written to this node's log, by the supervisor if it is there, and handed to `emit`."""
+        """Have an event written to this node's log, by the supervisor if it is there."""
         if self.link.end is None:
             self.link.send("show", event.kind, event.node, event.text, event.is_detail)
         else:
-            self.emit(event)
+            to_log(event, self.num_nodes)
 
     def note(self, text: str, is_detail: bool = False) -> None:
         """Have a line written to this node's log."""

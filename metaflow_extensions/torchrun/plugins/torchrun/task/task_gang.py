@@ -32,7 +32,7 @@ from ..supervisor.endings import NotNeeded
 from ..tracebacks import words_of
 from . import local_nodes
 from .cards import Cards, make_none
-from .console import hurry, to_log
+from .console import hurry
 from .gang_store import GangStore
 from .join import NOTHING, begin, begin_gang, connect, open_gang, refuse_second_run
 from .member import Member
@@ -88,7 +88,8 @@ class TaskGang:
         if parallel.node_index > 0:
             self.part = pointing_at("/".join(control))
             make_none()  # the control node makes the gang's card
-            member = self._member = begin(parallel.node_index, num_nodes, settings, self._emit, more)
+            member = self._member = begin(parallel.node_index, num_nodes, settings, more)
+            member.save_log = self._log.save
             return member, connect(member, registry, settings)
         stacks = f"{flow_program()} torchrun stacks {run_id}/{step_name}"
         rules = {"replaces": self._replaces, "stacks": stacks, **self._limit}
@@ -96,7 +97,8 @@ class TaskGang:
         if main_ip is not None:  # there the same task can be run again by hand
             refuse_second_run(registry, num_nodes)
         token = secrets.token_hex(32)
-        member = self._member = begin_gang(settings, self._emit, more, rules, num_nodes, token)
+        member = self._member = begin_gang(settings, more, rules, num_nodes, token)
+        member.save_log = self._log.save
         self._is_control, cards = num_nodes > 1, Cards(self._flow_datastore)
         self._store, self.part = GangStore(member, tasks, cards, registry), cards.part
         main_addr = open_gang(member, registry, main_ip, settings, token)
@@ -108,10 +110,6 @@ class TaskGang:
     def _replaces(self) -> bool:
         """Whether Kubernetes brings tasks again, and ends all pods with the control node's: see `compat.jobs`."""
         return runs_on() == "kubernetes" and self._settings.replaces_nodes
-
-    def _emit(self, event: Event) -> None:
-        show = to_log if self._is_local else self._log.take
-        show(event, current.parallel.num_nodes)
 
     # --- around it and after it -----------------------------------------------------------------
 

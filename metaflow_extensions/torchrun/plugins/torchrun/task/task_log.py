@@ -14,14 +14,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..events import Event
-from .console import to_log
-
 # Where Metaflow's wrapper of the task keeps its output (`export_mflog_env_vars`, 2.19).
 _FILES = {"stdout": "MFLOG_STDOUT", "stderr": "MFLOG_STDERR"}
 # From our write through Metaflow's `tee` process to the file.
 _TEE_S = 0.3
-_URGENT = frozenset({"worker_failed", "stopping", "failed"})
 
 
 class TaskLog:
@@ -31,12 +27,6 @@ class TaskLog:
         self._upload = upload  # stores the files that it is given, by stream
         self._files = {stream: Path(environ[name]) for stream, name in _FILES.items() if environ.get(name)}
         self._uploading = threading.Lock()  # or an older state of the log could come last
-
-    def take(self, event: Event, num_nodes: int) -> None:
-        """Write an event to the log, and upload the log if the event reports a failure."""
-        to_log(event, num_nodes)
-        if event.kind in _URGENT:
-            self.save()
 
     def save(self, wait_s: float = 0.0) -> None:
         """Upload the log in a thread of its own, and wait for it `wait_s` seconds at most.
