@@ -29,7 +29,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.supervisor import between
 from metaflow_extensions.torchrun.plugins.torchrun.task import join as joining
 from metaflow_extensions.torchrun.plugins.torchrun.task.cards import Cards
 from metaflow_extensions.torchrun.plugins.torchrun.task.gang_store import GangStore
-from metaflow_extensions.torchrun.plugins.torchrun.task.spares import starts_of
+from metaflow_extensions.torchrun.plugins.torchrun.task.join import starts_of
 
 # As the decorator has it, for tasks that are on machines of their own.
 HOLD_S = 10.0

@@ -229,8 +229,8 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         from .compat.datastore import DatastoreValues
         from .executor import TorchrunExecutor
         from .machine.accelerators import this_machine
+        from .task.join import starts_of
         from .task.run_calls import nproc_in_calls
-        from .task.spares import starts_of
 
         super().setup_distributed_env(flow)
         assert self._gang is not None

@@ -72,7 +72,7 @@ class WarmNode:
 
 
 def begin_spares(starts: Plain | None) -> WarmNode | None:
-    """Begin what `task.spares.starts_of` asks for."""
+    """Begin what `task.join.starts_of` asks for."""
     with harmless():  # all starts are cold then
         if starts is not None:
             warm = WarmNode(starts["preload"], starts["env"], starts["workers"])

@@ -11,13 +11,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from ..errors import CLASSES, GangError, GangStartTimeout, TorchrunPreempted
+from ..compat.renamed import harmless
+from ..errors import CLASSES, GangError, GangStartTimeout, TorchrunConfigError, TorchrunPreempted
 from ..gang.limits import QUIET_S, REMIND_S
 from ..gang.messages import CONTROL, Abort, Farewell, Join
 from ..gang.view import GangView, Word
+from ..gang.wire import Plain
+from ..machine.accelerators import Machine, Nproc, choose_nproc
 from ..machine.network import addresses_for_others
 from ..registry import AddressRecord, Registry, growing_pauses
 from ..settings import StepSettings
+from ..supervisor.command import command_environment, with_hooks
 from .link import Link
 from .member import Member
 
@@ -63,6 +67,24 @@ def begin(
     about = {"num_nodes": num_nodes, "timeout_s": settings.heartbeat_timeout_s, "more": dict(more)}
     member.link.send("begin", {**about, **(of_control or {"node": node})})
     return member
+
+
+def starts_of(settings: StepSettings, machine: Machine, requested: Nproc | None) -> Plain | None:
+    """Return what the spare of a step's first launch is, for `supervisor.warm`; None if `warm` is off, or if this has failed.
+
+    The spare gets the launch's environment, as far as it is known before `run` is called. `requested` is what the
+    resources of a task amount to.
+    """
+    if settings.warm == "off":
+        return None
+    with harmless():  # all starts are cold then
+        nproc = 1
+        with suppress(TorchrunConfigError):  # `run` raises it
+            nproc = choose_nproc(settings.nproc_per_node, "nproc_per_node", requested, machine).value
+        env = with_hooks(command_environment(machine, nproc, {}, os.environ), None)
+        workers = nproc if settings.warm == "workers" else 0
+        return {"preload": settings.preload, "env": env, "workers": workers}
+    return None
 
 
 def open_gang(member: Member, registry: Registry, main_ip: str | None, settings: StepSettings, token: str) -> str:

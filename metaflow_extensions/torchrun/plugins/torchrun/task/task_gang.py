@@ -9,8 +9,10 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from subprocess import Popen
 from typing import Any
 
 from metaflow import current
@@ -23,14 +25,14 @@ from ..events import Event, label
 from ..gang.cause import Cause, cause_of
 from ..gang.view import Presence
 from ..gang.wire import Plain
-from ..machine.processes import began
+from ..machine.processes import began, living_descendants, send_signal
+from ..machine.streams import is_pipe, unread_bytes
 from ..registry import Registry
 from ..settings import StepSettings
 from ..show.gang_part import GangPart, pointing_at
 from ..show.stored_gangs import flow_program
 from ..supervisor.endings import NotNeeded
 from ..tracebacks import words_of
-from . import local_nodes
 from .cards import Cards, make_none
 from .console import hurry
 from .gang_store import GangStore
@@ -44,6 +46,11 @@ from .task_log import TaskLog
 # take to upload it: on Kubernetes the first pod that ends takes all with it.
 _HOLD_S = 10.0
 _UPLOAD_S = 5.0
+_POLL_S = 0.25  # between two looks whether local tasks have ended
+# Enough to start Python and Metaflow and read one record; less than the 5 s that Metaflow's runtime
+# leaves an interrupted task (`_killall` in runtime.py, 2.19).
+_LATECOMER_S = 3.0
+_SLOW_LATECOMER_S = 10.0  # the same on a busy machine, where nobody has ordered this task to end
 
 
 class TaskGang:
@@ -130,7 +137,7 @@ class TaskGang:
             if tasks := tasks_of_local_nodes(error):
                 absent = () if self._store is None else self._store.in_state(Presence.ABSENT, Presence.OUT)
                 # After an order to end, this task waits for no reader, and so the others can't.
-                local_nodes.stop(tasks, self._settings.grace_s + LOCAL_NODE_MARGIN_S, absent, is_ordered)
+                stop_local_nodes(tasks, self._settings.grace_s + LOCAL_NODE_MARGIN_S, absent, is_ordered)
             raise
 
     @staticmethod
@@ -229,3 +236,33 @@ class TaskGang:
             self._log.save(_UPLOAD_S)
             text = f"{type(error).__name__}: see the error of {label(node, current.parallel.num_nodes)}above."
         end_with(error, text)
+
+
+# --- the other nodes' tasks on a local run ----------------------------------------------------------
+# Metaflow's control task starts them as its children (`compat.steps.tasks_of_local_nodes`). It does not look at them while
+# its own step runs, and it does not stop them when that fails (2.19).
+
+
+def stop_local_nodes(tasks: Sequence[Popen[bytes]], wait_s: float, absent: Collection[int], is_ordered: bool = False) -> None:
+    """Wait until the tasks of the nodes from 1 on have ended; after `wait_s` seconds kill them.
+
+    Where their output waits for its reader, the time does not count, unless this task was ordered to end (`is_ordered`).
+    An `absent` one has not joined the gang, or is lost, and has a moment: if it is just starting, it finds how the gang has
+    ended, and ends by itself.
+    """
+    latecomer_s = min(wait_s, _LATECOMER_S if is_ordered else _SLOW_LATECOMER_S)
+    late = [task for node, task in enumerate(tasks, 1) if node in absent]
+    # In this order: who waits for a lost node's turn has all its time when that node is gone.
+    _end(late, latecomer_s, waits_for_reader=False)
+    _end([task for task in tasks if task not in late], wait_s, waits_for_reader=not is_ordered)
+
+
+def _end(tasks: Sequence[Popen[bytes]], wait_s: float, waits_for_reader: bool) -> None:
+    """Wait until `tasks` have ended; kill those that run after `wait_s` seconds, with all that they have started."""
+    deadline = time.monotonic() + wait_s
+    while (left := [task for task in tasks if task.poll() is None]) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        if waits_for_reader and any(is_pipe(fd) and unread_bytes(fd) for fd in (1, 2)):
+            deadline = time.monotonic() + wait_s
+    for pid in [pid for task in left for pid in [*living_descendants(task.pid), task.pid]]:
+        send_signal(pid, signal.SIGKILL)
