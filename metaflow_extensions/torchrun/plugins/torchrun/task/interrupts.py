@@ -8,9 +8,7 @@ looks after a remote job, ``flow.py kubernetes step`` or ``batch step``, ends th
 from __future__ import annotations
 
 import os
-import platform
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -60,8 +58,8 @@ def _handle(*signals: signal.Signals) -> None:
             have(signal.SIG_DFL)
             signal.raise_signal(number)
         have(lambda *_: None)
-        with suppress(OSError):  # without a process table
-            _interrupt_children(own)
+        with suppress(OSError):  # macOS has no /proc: there Ctrl-C and the end of a terminal reach the children, too
+            _interrupt_children()
         with suppress(OSError):  # SIGHUP: the terminal is gone
             os.write(2, f"[torchrun] {signal.Signals(number).name}: the run is interrupted, as by Ctrl-C\n".encode())
         raise KeyboardInterrupt
@@ -70,16 +68,11 @@ def _handle(*signals: signal.Signals) -> None:
         have(on_signal)
 
 
-def _interrupt_children(own: int) -> None:
+def _interrupt_children() -> None:
     """Signal this process's children, as a terminal does: those in its process group."""
     # Where SIGINT is ignored, as in the background of a script, the children ignore it, too.
     number = signal.SIGTERM if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT
-    if platform.system() == "Linux":
-        children = processes.children()
-    else:  # runs are submitted from macOS, too, which has no /proc
-        listed = subprocess.run(["pgrep", "-P", str(own)], capture_output=True, check=False).stdout
-        children = [int(pid) for pid in listed.split()]
-    for pid in children:
+    for pid in processes.children():
         with suppress(OSError):  # it has just ended
             if os.getpgid(pid) == os.getpgrp():
                 os.kill(pid, number)
