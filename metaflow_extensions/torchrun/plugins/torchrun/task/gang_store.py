@@ -39,7 +39,6 @@ class GangStore:
     def __init__(self, member: Member, tasks: Sequence[str], cards: Cards, registry: Registry | None) -> None:
         self._member, self._tasks, self._cards, self._registry = member, tasks, cards, registry
         self._began_at = time.monotonic()
-        self._states = [Presence.ABSENT] * member.num_nodes  # those of the nodes, as known last
         self._view: GangView | None = None
         self._changes = 0  # how many of them are stored
         self._asked: int | None = None  # a question about news
@@ -68,17 +67,13 @@ class GangStore:
         """Return the same for this moment of a gang that runs."""
         return self.view.at(time.monotonic() - self._began_at)
 
-    def states(self) -> list[Presence]:
-        """Return the state of each node; after the gang's end, what it was last."""
-        link = self._member.link
-        with suppress(GangError, OSError):
-            known = link.call("states") if link.last_words is None else link.last_words["states"]
-            self._states = [Presence[name] for name in known]
-        return self._states
-
     def in_state(self, *states: Presence) -> list[int]:
-        """Return the nodes, besides the control node, that are in one of these states."""
-        return [node for node, state in enumerate(self.states()) if node != CONTROL and state in states]
+        """Return the nodes, besides the control node, that are in one of these states, or were at the gang's end."""
+        link = self._member.link
+        with suppress(GangError):
+            known = link.call("states") if link.last_words is None else link.last_words["states"]
+            return [node for node, name in enumerate(known) if node != CONTROL and Presence[name] in states]
+        return []  # the supervisor is gone
 
     # --- while our code waits ----------------------------------------------------------------------
 

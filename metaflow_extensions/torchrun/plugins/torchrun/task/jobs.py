@@ -64,9 +64,8 @@ class Job:
         job = running_job()
         if job is None:
             return ""
-        here = {pod.metadata.name: pod for pod in _pods_of(job)}
-        ends = {name: _end_of_pod(pod) for name, pod in here.items() if pod.status.phase == "Pending"}
-        waits = {name: end for name, end in ends.items() if not end.is_ordinary}
+        here = {pod.metadata.name: _end_of_pod(pod) for pod in _pods_of(job)}
+        waits = {name: end for name, end in here.items() if not end.has_run and not end.is_ordinary}
         stay = [name for name in waits if name in self._waits and name not in self._said]
         self._said.update(stay)
         self._waits = {name: end for name, end in self._waits.items() if name not in here} | waits
@@ -83,7 +82,7 @@ class Job:
         job = job_of(error)
         if job is None:
             return ""
-        ends = _ends_of_nodes(job)
+        ends = [_end_of_pod(pod) for pod in sorted(_pods_of(job), key=_node_of)]
         ends += [each for each in self._waits.values() if not any(end.text and end.node == each.node for end in ends)]
         options = self._options
         where = (options["--run-id"], self._step, options["--task-id"])
@@ -129,11 +128,6 @@ class PodEnd:
     def line(self) -> str:
         """Return it as a line of the log."""
         return f"Kubernetes says of node {self.node}'s {self.what}: {self.text}"
-
-
-def _ends_of_nodes(job: KubernetesJob) -> list[PodEnd]:
-    """Return the report on each node, by the states of their pods."""
-    return list(map(_end_of_pod, sorted(_pods_of(job), key=_node_of)))
 
 
 def _pods_of(job: KubernetesJob) -> list[Any]:

@@ -180,9 +180,7 @@ class LaunchCall:
     def _store(self, asked: Store) -> None:
         """Store what the gang asks for, and tell it; give up when another frame comes."""
         self._place(asked.group)
-        member = self._member
-        if not self._await(lambda: not member.has_job):  # one at a time
-            return
+        member, before = self._member, self._member.job
         parts: dict[str, Callable[[Begin], ToTell]] = {}  # by the kind of their reports
         if self._function is not None and (values := self._function.to_store(self.call, asked.error)) is not None:
             parts["functions"] = values
@@ -191,27 +189,29 @@ class LaunchCall:
         found, failures = dict[str, ToTell](), tuple[Failure, ...]()
 
         def do(begin: Begin) -> None:
+            if before is not None:
+                before.await_end()  # one at a time
             for kind, part in parts.items():
                 found[kind] = part(begin)
 
         if parts:
             storing = Transfer("stores", do, self._link.wake)
             try:
-                if not self._await(lambda: storing.over, storing):
+                if not self._await(storing):
                     return
             finally:
                 storing.give_up()  # it sends and logs nothing more
             failures = self._tell_end(asked, storing, found.copy())
         member.send(Stored(asked.launch, asked.generation, failures))
 
-    def _await(self, is_over: Callable[[], bool], storing: Transfer | None = None) -> bool:
+    def _await(self, storing: Transfer) -> bool:
         """Wait, and report to the log if it is slow; return False if the gang goes on without it."""
-        while not is_over():
-            frame = self._next(is_over)
+        while not storing.over:
+            frame = self._next(lambda: storing.over)
             if frame[0] in ("store", "complete") or self._end is not None:
                 self._member.of_launch.appendleft(frame)
                 return False
-            if storing is not None and (line := storing.line()) is not None:
+            if (line := storing.line()) is not None:
                 self._member.note(line)
         return True
 
