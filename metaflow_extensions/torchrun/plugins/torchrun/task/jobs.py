@@ -24,7 +24,7 @@ from ..registry import Registry
 from .console import write
 
 _PATIENCE_S = 10.0  # for each request
-_EVERY_S, _MOST_S = 10.0, 120.0  # between two looks, at first and after minutes: a job waits at its begin, as a rule
+_EVERY_S = 15.0  # between two looks
 
 # What a container's end is called where the reason is the program's own, or a neighbour's end.
 _ORDINARY = ("Completed", "Error", None)
@@ -52,12 +52,10 @@ class Job:
         threading.Thread(target=self._watch, name="torchrun-pods", daemon=True).start()
 
     def _watch(self) -> None:
-        pause_s = _EVERY_S
         while True:
-            time.sleep(pause_s)
+            time.sleep(_EVERY_S)
             with suppress(Exception):  # the API server may refuse, or Metaflow's names may have changed
                 write("stderr", self.look())
-            pause_s = min(_MOST_S, 1.2 * pause_s)
 
     def look(self) -> str:
         """Ask once; return the lines on pods that wait for the second time. Many wait for a moment."""
