@@ -153,7 +153,7 @@ def test_functions_are_told_apart_by_name_and_source_and_not_by_their_folders(ma
 def test_a_task_that_has_come_in_the_place_of_another_loads_the_values_of_its_ranks(make):
     store = MemoryStore()
     keys = {str(rank): store.save(bytes([rank])) for rank in range(150)}
-    assert dict(make(store=store).result(CALL, keys, print)["values"]) == {2: bytes([2]), 3: bytes([3])}
+    assert dict(make(store=store).result(CALL, keys)["values"]) == {2: bytes([2]), 3: bytes([3])}
 
 
 # --- what an error becomes ------------------------------------------------------------------------------

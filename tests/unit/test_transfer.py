@@ -14,7 +14,7 @@ DEADLINE_S = limit_s(HANG_S)
 
 def test_who_waits_too_long_hears_so():
     go_on = threading.Event()
-    loading = Transfer("loads", lambda begin: go_on.wait(), patience_s=0.0)
+    loading = Transfer(lambda begin: go_on.wait(), patience_s=0.0)
     loading.await_end()
     assert "it has not answered, or is too slow" in loading.problem()
     go_on.set()
@@ -28,7 +28,7 @@ def test_what_was_given_up_begins_nothing_more():
         begin("the next")
         begun.append("the next")
 
-    storing = Transfer("stores", do)
+    storing = Transfer(do)
     storing.give_up()
     go_on.set()
     storing.await_end()
@@ -39,7 +39,7 @@ ENDS_DURING_EXIT = """
 import atexit, time
 atexit.register(time.sleep, 0.5)  # what is registered later is called before
 from metaflow_extensions.torchrun.plugins.torchrun.task.transfer import Transfer
-job = Transfer("stores", lambda begin: time.sleep(0.2))
+job = Transfer(lambda begin: time.sleep(0.2))
 job.give_up()
 """
 

@@ -109,7 +109,7 @@ class FunctionCall:
 
     # --- at the end -------------------------------------------------------------------------------
 
-    def result(self, call: Call, told: Plain, say: Callable[[str], object]) -> Mapping[str, Any]:
+    def result(self, call: Call, told: Plain) -> Mapping[str, Any]:
         """Return the values of this node's ranks and of those stored for it."""
         values, is_control = {}, call.node_index == CONTROL
         for rank in call.ranks:
@@ -125,8 +125,8 @@ class FunctionCall:
                 begin(what, patience_s=len(keys) * PATIENCE_S)
                 found.update(store.load(keys))
 
-            load = Transfer("loads", do)
-            load.await_end(say)
+            load = Transfer(do)
+            load.await_end()
             if (problem := load.problem()) is not None:
                 raise TransferFailed(f"{what} could not be loaded from {store.where} {problem}")
             values |= {int(rank): found[key] for rank, key in told.items()}

@@ -111,7 +111,7 @@ class GangStore:
 
     def _begin(self, do: Callable[[], object]) -> None:
         with suppress(RuntimeError):  # no more threads: the next time
-            self._member.job = Transfer("does", lambda _: do(), self._member.link.wake, _PATIENCE_S)
+            self._member.job = Transfer(lambda _: do(), self._member.link.wake, _PATIENCE_S)
 
     def _serve(self) -> None:
         """Store the answer to a command, if it has come, and hand the gang what another one asks; in the job's thread."""

@@ -139,7 +139,7 @@ class LaunchCall:
         fields = _metrics(self._told.get("progress", {}))
         try:
             if self._function is not None:
-                fields |= self._function.result(call, self._told.get("functions", {}), member.note)
+                fields |= self._function.result(call, self._told.get("functions", {}))
         except TransferFailed as error:
             cause = Cause("store", member.node, member.host, exception=f"has no result: {error}")
             after = f"\nThe workers of launch {verdict.launch} had ended well on all nodes."
@@ -195,7 +195,7 @@ class LaunchCall:
                 found[kind] = part(begin)
 
         if parts:
-            storing = Transfer("stores", do, self._link.wake)
+            storing = Transfer(do, self._link.wake)
             try:
                 if not self._await(storing):
                     return
@@ -205,14 +205,12 @@ class LaunchCall:
         member.send(Stored(asked.launch, asked.generation, failures))
 
     def _await(self, storing: Transfer) -> bool:
-        """Wait, and report to the log if it is slow; return False if the gang goes on without it."""
+        """Wait; return False if the gang goes on without it."""
         while not storing.over:
             frame = self._next(lambda: storing.over)
             if frame[0] in ("store", "complete") or self._end is not None:
                 self._member.of_launch.appendleft(frame)
                 return False
-            if (line := storing.line()) is not None:
-                self._member.note(line)
         return True
 
     def _tell_end(self, asked: Store, storing: Transfer, found: Mapping[str, ToTell]) -> tuple[Failure, ...]:

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 # needs at a rate that every network has. Metaflow's own S3 client would go on for over an hour (2.19).
 PATIENCE_S = 900.0
 _SLOWEST_BYTES_PER_S = 1e6
-REMIND_S = 30.0  # how often a node's log says what takes so long
 _LOOK_S = 0.5
 
 Begin: TypeAlias = Callable[..., None]
@@ -35,14 +34,13 @@ class Transfer:
 
     def __init__(
         self,
-        doing: str,  # "stores" or "loads"
         do: Callable[[Begin], object],
         wake: Callable[[], object] = bool,  # called at the end
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self._doing, self._do, self._wake = doing, do, wake
+        self._do, self._wake = do, wake
         self.what, self._patience_s = "", patience_s  # of what it does now, or did last
-        self._begun_at = self._step_begun_at = self._said_at = time.monotonic()
+        self._step_begun_at = time.monotonic()
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._given_up = False
@@ -65,14 +63,6 @@ class Transfer:
         """Whether it has succeeded, failed, or takes too long."""
         return not self.hangs or time.monotonic() > self._step_begun_at + self._patience_s
 
-    def line(self) -> str | None:
-        """Return a line for the log about the progress; None if the last one is less than `REMIND_S` old."""
-        now = time.monotonic()
-        if now - self._said_at < REMIND_S:
-            return None
-        self._said_at = now
-        return f"{self._doing} {self.what}, for {now - self._begun_at:.0f} s so far"
-
     def problem(self) -> str | None:
         """Return why it failed, once it is over; None if it succeeded."""
         passed = f"after {time.monotonic() - self._step_begun_at:.0f} s"
@@ -84,12 +74,11 @@ class Transfer:
         """Begin nothing more; what it does now may go on."""
         self._given_up = True
 
-    def await_end(self, say: Callable[[str], object] = bool) -> None:
-        """Wait until it is over; `say` now and then what takes so long."""
+    def await_end(self) -> None:
+        """Wait until it is over."""
         try:
             while not self._ended.wait(_LOOK_S) and not self.over:  # signal handlers run meanwhile
-                if (line := self.line()) is not None:
-                    say(line)
+                pass
         finally:
             self.give_up()
 
@@ -106,4 +95,4 @@ class Transfer:
 def do_within(do: Callable[[], object], patience_s: float) -> None:
     """Do one thing that may fail and may hang, as well as it goes, and wait for its end so long."""
     with suppress(RuntimeError):
-        Transfer("does", lambda _: do(), patience_s=patience_s).await_end()
+        Transfer(lambda _: do(), patience_s=patience_s).await_end()
