@@ -243,7 +243,9 @@ class TaskGang:
 # its own step runs, and it does not stop them when that fails (2.19).
 
 
-def stop_local_nodes(tasks: Sequence[Popen[bytes]], wait_s: float, absent: Collection[int], is_ordered: bool = False) -> None:
+def stop_local_nodes(
+    tasks: Sequence[Popen[bytes]], wait_s: float, absent: Collection[int], is_ordered: bool = False
+) -> None:
     """Wait until the tasks of the nodes from 1 on have ended; after `wait_s` seconds kill them.
 
     Where their output waits for its reader, the time does not count, unless this task was ordered to end (`is_ordered`).
