@@ -19,7 +19,7 @@ class Outcome:
         self.done, self.rank, self.record = done, rank, record
         verdict = failed(LaunchFailed, FailureText(Cause("exception", 1, "h", rank), instead="the gang's words"))
         self.error = call.original(verdict, {})
-        self.values = call.result(worker, {}, print)["values"]
+        self.values = call.result(worker, {})["values"]
         self.went_wrong = self.error is not verdict and not isinstance(self.error, WorkerFailed)
 
     @property
