@@ -9,7 +9,7 @@ from unit_helpers import OURS
 
 IMPORTS = f"""{OURS}
 import atexit, os, signal, subprocess, sys
-from ours.task import interrupts
+from ours.submit import interrupts
 """
 # Says what reaches it; a child that is told to go in the background is in a session of its own.
 CHILD = """

@@ -13,7 +13,7 @@ from test_registry import KNOWN
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat import jobs
 from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry
-from metaflow_extensions.torchrun.plugins.torchrun.task.jobs import Job
+from metaflow_extensions.torchrun.plugins.torchrun.submit.jobs import Job
 
 WHERE = ["--run-id", "7", "--task-id", "3", "--num-parallel", "2", "--retry-count"]
 LEFT = Story().running().crashed().left(how="failed").view

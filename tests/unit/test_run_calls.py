@@ -9,7 +9,7 @@ import pytest
 from metaflow import lint
 from unit_helpers import write
 
-from metaflow_extensions.torchrun.plugins.torchrun.task import run_calls
+from metaflow_extensions.torchrun.plugins.torchrun.submit import run_calls
 
 FLOW = """
 from metaflow import FlowSpec, current, step, torchrun

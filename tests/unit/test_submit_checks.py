@@ -9,7 +9,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.compat import graph
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
-from metaflow_extensions.torchrun.plugins.torchrun.task.submit_checks import Submission
+from metaflow_extensions.torchrun.plugins.torchrun.submit.checks import Submission
 
 CATCH = {"catch": {"var": "failure"}}
 BATCH = {"batch": {"queue": "q"}}

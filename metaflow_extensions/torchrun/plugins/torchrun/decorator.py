@@ -24,7 +24,7 @@ from .tracebacks import cut_frames_around
 
 if TYPE_CHECKING:
     from .machine.accelerators import Nproc
-    from .task.submit_checks import Submission
+    from .submit.checks import Submission
     from .task.task_gang import TaskGang
 
 heed_sigterm_in_pod()  # here, since Metaflow imports this before it starts any process
@@ -72,9 +72,9 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         from .compat.graph import ignored_by_with
         from .machine.accelerators import requested_accelerators
         from .show.stored_gangs import place_of
-        from .task.interrupts import heed_signals_to_job, remote_job
+        from .submit.checks import Submission
+        from .submit.interrupts import heed_signals_to_job, remote_job
         from .task.report import print_errors_ourselves, tell_after_errors
-        from .task.submit_checks import Submission
 
         print_errors_ourselves(in_task=False)
         super().step_init(flow, graph, step_name, decos, environment, flow_datastore, logger)
@@ -101,7 +101,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         heed_signals_to_job()
         take_control_task(step_name, lambda task: place_of(task, {task})[1] == 0)
         if remote_job() == step_name:
-            from .task.jobs import Job
+            from .submit.jobs import Job
 
             self._submission.bring_pods_again()
             job = Job(flow_datastore, step_name)
@@ -128,7 +128,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         from .compat.graph import parallel_steps
         from .compat.linux import require_linux
         from .show.stored_gangs import last_lines
-        from .task.interrupts import heed_signals_to_run
+        from .submit.interrupts import heed_signals_to_run
         from .task.report import tell_after_errors
 
         super().runtime_init(flow, graph, package, run_id)
@@ -229,8 +229,8 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         from .compat.datastore import DatastoreValues
         from .executor import TorchrunExecutor
         from .machine.accelerators import this_machine
+        from .submit.run_calls import nproc_in_calls
         from .task.join import starts_of
-        from .task.run_calls import nproc_in_calls
 
         super().setup_distributed_env(flow)
         assert self._gang is not None
@@ -255,7 +255,7 @@ TorchrunDecorator.__doc__ = with_parameters(TorchrunDecorator.__doc__, DEFAULTS)
 def _check_source(graph: Any) -> None:
     """Check the source of a flow; called before Metaflow checks it, which is before `step_init`."""
     if is_ours(graph):
-        from .task.run_calls import check_source
+        from .submit.run_calls import check_source
 
         check_source(graph)
 

@@ -21,7 +21,7 @@ from ..errors import GangError, TorchrunError, TorchrunPreempted
 from ..gang.messages import CONTROL
 from ..gang.view import Word
 from ..registry import Registry
-from .console import write
+from ..task.console import write
 
 _PATIENCE_S = 10.0  # for each request
 _EVERY_S = 15.0  # between two looks
