@@ -56,9 +56,11 @@ _RUN_ELSEWHERE = {
     "README.md": ["from metaflow import FlowSpec, Parameter, card, current, step, torchrun"],
     "docs/before-run.md": ["from metaflow import current", "import sys"],
     "docs/checkpoints.md": ["@retry(times=2)", "from metaflow import Checkpoint", "import os"],
-    "docs/failures.md": ["import signal"],
+    "docs/failures.md": ["import sys"],
     "docs/frameworks.md": [
         'current.torch.run("train.py", env={"WANDB_MODE": "offline"}, outputs=["wandb/"])',
+        "from lightning.pytorch import Callback",
+        "from metaflow_torchrun import stopping",
         "import os",
     ],
     "docs/from-one-gpu.md": [

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from flow_runs import ABORTED_AT_EXIT
+from limits import eventually
 from pages import blocks_of
 
 # Four ranks import up to 5 s of a core each, and the machine may do much else.
@@ -93,6 +94,28 @@ def test_a_framework_reports_its_progress_by_a_callback(train, folder, framework
     metrics, history = map(ast.literal_eval, (told[1], told[2]))
     assert metrics["step"] == metrics["total"] > 0, text
     assert history["loss"][0][1] > history["loss"][-1][1] == metrics["loss"], text
+
+
+STOPS = {  # where the callback is passed, and what makes the training last
+    "lightning": ("from lightning.pytorch", "lightning_ddp.py", "max_epochs=4,", "max_epochs=4"),
+    "trainer": ("from metaflow_torchrun", "hf_trainer.py", "args=training,", "max_steps=40"),
+}
+
+
+@pytest.mark.parametrize("framework", STOPS)
+def test_a_framework_saves_and_stops_by_a_callback(start_flow, folder, framework):
+    first, name, place, steps = STOPS[framework]
+    (callback,) = (block.text for block in blocks_of("docs/frameworks.md") if block.text.startswith(first))
+    script = (folder / name).read_text().replace("\n\n\n", f"\n\n\n{callback}\n\n", 1)
+    assert place in script
+    assert steps in script
+    script = script.replace(place, f"{place} callbacks=[Stopping()],").replace(steps, f"{steps}00000")
+    (folder / name).write_text(script)
+    flow = start_flow("--framework", framework, flow="flow.py", folder=folder, env=OFFLINE)
+    eventually(lambda: "stop at call" in flow.ask("stop", expect=None), "a call on all ranks", within_s=END_S)
+    assert flow.wait(END_S) == 0, flow.text
+    assert "launch 0 has ended well" in flow.text
+    assert framework != "lightning" or (folder / "last.ckpt").exists()
 
 
 FORGOTTEN = {"trainer": "--forget-use-cpu", "accelerate": "--forget-cpu"}

@@ -9,7 +9,6 @@ import itertools
 import re
 import runpy
 import shlex
-import signal
 import subprocess
 import sys
 from collections import defaultdict
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import metaflow
+import metaflow_torchrun
 import pages
 import pytest
 from pages import NAMES, REPOSITORY, blocks_of, read
@@ -169,24 +169,13 @@ def test_scripts_of_the_pages_run(first_line, tmp_path, monkeypatch):
     assert ('"seconds": ' in told.read_text()) is (first_line == "import time")
 
 
-def test_the_recipe_for_spot_instances_saves():
+def test_the_recipe_for_spot_instances_saves(monkeypatch):
     saved, steps = [], []
-
-    def train_step(batch):
-        steps.append(batch)
-        if len(steps) == 3:
-            signal.raise_signal(signal.SIGUSR1)
-
-    around = {"begin": 0, "args": SimpleNamespace(epochs=9), "batches": "ab", "train_step": train_step}
-    before = signal.getsignal(signal.SIGUSR1)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            exec(
-                script_of("docs/failures.md", "import signal"),
-                {**around, "save": lambda *what: saved.append(what), "model": "model", "optimizer": "optimizer"},
-            )
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    monkeypatch.setattr(metaflow_torchrun, "stopping", lambda: len(steps) == 3)
+    around = {"begin": 0, "args": SimpleNamespace(epochs=9), "batches": "ab", "train_step": steps.append}
+    around |= {"save": lambda *what: saved.append(what), "model": "model", "optimizer": "optimizer"}
+    with pytest.raises(SystemExit) as ended:
+        exec(script_of("docs/failures.md", "import sys"), around)
     assert (ended.value.code, saved, steps) == (0, [("model", "optimizer", 0)], ["a", "b", "a"])
 
 

@@ -37,10 +37,11 @@ class AddressRecord:
 
 @dataclass(frozen=True)
 class Request:
-    """A question to a gang that runs: what every rank does now. It is stored beside its view, where the gang looks for it."""
+    """A question to a gang that runs. It is stored beside its view, where the gang looks for it."""
 
     id: str  # something random
     time: float  # when it was made, in seconds since 1970, by the clock of the machine that asks
+    what: str = "stacks"  # what every rank does now; or "stop": that all ranks stop
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,8 @@ class TorchrunResult(Generic[_T]):
     history : dict of str to list of (int, float)
         The step and the value of rank 0's reports, by name: at most 200 points for each of at most 20 names. Only the
         result of the control node, ``inputs[0].result`` in a join, has them.
+    stopped : bool
+        Whether ``python flow.py torchrun stop`` has ended the launch before its time.
     outputs : Outputs or None
         The files that ``run(outputs=...)`` has stored; None without that argument. With ``outputs_from="all"``, only the
         control node's result has those of all nodes; another node's has the control node's.
@@ -88,6 +90,7 @@ class TorchrunResult(Generic[_T]):
     outputs: Outputs | None = None
     nodes: tuple[int, ...] = ()
     history: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    stopped: bool = False
     has_values: bool = field(default=True, compare=False)  # whether a function was launched, not a script
 
     def __repr__(self) -> str:

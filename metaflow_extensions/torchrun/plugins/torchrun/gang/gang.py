@@ -19,11 +19,13 @@ from typing import Any, TypeAlias
 from ..errors import GangError, TorchrunError
 from ..texts import counted, headline, moment, names, size_text
 from . import failures
+from .agreed_stop import AgreedStop
 from .cause import Cause, Failure, FailureText, cause_of, describe_exit, failure_of
 from .launch import GONE, Launch
-from .limits import FIRST_OUTPUT_S, INDEX_S, LATE_S, QUIET_S, REMIND_S, SAVE_S
+from .limits import FIRST_OUTPUT_S, INDEX_S, LATE_S, NODES_MARGIN_S, QUIET_S, REMIND_S, SAVE_S
 from .messages import (
     CONTROL,
+    STOP,
     Abort,
     Answer,
     Ask,
@@ -38,6 +40,7 @@ from .messages import (
     Ready,
     Report,
     Stop,
+    StopAt,
     Store,
     Stored,
     Verdict,
@@ -186,6 +189,19 @@ class Gang:
         self.stacks = Stacks()
         return {"id": asked, "found": to_plain(found)}
 
+    def ask_stop(self, asked: Any) -> list[Outgoing]:
+        """Have all ranks stop at one call of `stopping`; `stop_answer` tells what came of it."""
+        return self._step(self._ask_stop, asked)
+
+    def stop_answer(self, asked: Any) -> dict[str, Any] | None:
+        """Return the call at which the ranks stop, or why they do not, as soon as that is known."""
+        launch, stop = self.launch, self.launch.stop
+        if stop is None or stop.asked != asked:
+            return {"id": asked, "call": 0, "why": "no worker runs, or they are about to end"}
+        if stop.call is None:
+            return None
+        return {"id": asked, "call": stop.call, "why": "" if stop.call else stop.why_not(launch.running)}
+
     def lost(self, node: int, why: str) -> list[Outgoing]:
         """Handle the end of a node's connection, or of a task that had not joined yet.
 
@@ -234,6 +250,7 @@ class Gang:
                 self._start_again()
             elif self.phase is Phase.IDLE:
                 self._begin()
+        self._agree_on_stop()
         self._see_who_is_left()
 
     def _tick(self) -> None:
@@ -641,6 +658,8 @@ class Gang:
                 launch.active_at, launch.has_begun = max(launch.active_at, self._now - data["age_s"]), True
             case "stacks":
                 self.stacks.take(index, data)
+            case "calls" if launch.stop is not None:
+                launch.stop.next[index] = data["next"]
             case "usage":
                 view.take_usage(index, data)
             case "outputs":
@@ -657,6 +676,24 @@ class Gang:
         self.stacks = Stacks(asked, about, launch.running, self._now)
         if launch.running:
             self._broadcast(Ask(*about, asked))
+
+    def _ask_stop(self, asked: Any) -> None:
+        launch = self.launch
+        if self.phase is Phase.RUNNING:
+            launch.stop = AgreedStop(asked, self._now + NODES_MARGIN_S)
+            self._broadcast(Ask(launch.number, launch.generation, STOP))
+
+    def _agree_on_stop(self) -> None:
+        """Name the call at which all ranks stop, as soon as it is known."""
+        launch, stop = self.launch, self.launch.stop
+        if stop is None or not launch.running or not stop.decide(launch.running, self._now >= stop.until):
+            return
+        assert stop.call is not None
+        self._broadcast(StopAt(launch.number, launch.generation, stop.call))
+        if stop.call:
+            text = f"all ranks stop at call {stop.call} of stopping()"
+            self._see("stop_at", text)
+            self._send(Note(text), CONTROL)
 
     def _look_at_workers(self) -> None:
         """Look at what the ranks do, once a second."""
@@ -746,6 +783,7 @@ class Gang:
         self.view.turn("stopping", "" if cause is None else failures.summary(cause))
         self.view.enter("stopping", launch.running & self._here)
         about = (launch.number, launch.generation, failures.reason(cause), failures.teller(cause))
+        launch.stop = AgreedStop() if saves else launch.stop
         self._broadcast(Stop(*about, launch.policy.preemption_signal if saves else None))
 
     def _decide(self) -> None:
@@ -875,8 +913,9 @@ class Gang:
         events, last = self.view.events, self.view.launch
         ends = [at for at, each in enumerate(events, 1) if each.kind in ("done", "failed") and each.launch != last]
         seen = tuple(events[max(ends, default=0) :])  # since the end of the launch before
-        of_control = Verdict(number, error, seen, self._left(launch, error, True), alone, group)
-        of_others = Verdict(number, error, (), self._left(launch, error, False), alone, group)
+        how = alone, group, launch.was_stopped
+        of_control = Verdict(number, error, seen, self._left(launch, error, True), *how)
+        of_others = Verdict(number, error, (), self._left(launch, error, False), *how)
         for each in sorted(node for node, its in self._called.items() if its == number):
             launch.told.add(each)
             self._send_verdict(self.nodes[each], of_control if each == CONTROL else of_others)

@@ -44,6 +44,8 @@ from .wire import from_plain, to_plain
 
 CONTROL = 0
 """Index of the control node."""
+STOP = "stop"
+"""What is asked where all ranks shall wait in their next call of `stopping`; each other question asks for stacks."""
 
 # --- from a node to the control node --------------------------------------------------------------
 
@@ -194,6 +196,15 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class StopAt:
+    """The ranks that wait in a call of `metaflow_torchrun.stopping` shall go on, and stop at this one."""
+
+    launch: int
+    generation: int
+    call: int  # counted from 1; 0: none stops
+
+
+@dataclass(frozen=True)
 class Ask:
     """The gang wants to know what this node's workers do; a `Report` answers, and nobody waits for it."""
 
@@ -226,6 +237,7 @@ class Verdict:
     left: dict[str, dict[str, Any]] = field(default_factory=dict)  # the values, outputs and metrics that it has left
     alone: bool = False  # whether the launch has ended well and, on all nodes, as `Ended.alone` says
     group: Group | None = None  # of the last generation; None: there was none
+    stopped: bool = False  # whether a command has had all ranks stop
 
     def is_without(self, node: int) -> bool:
         """Return whether the launch has ended well without a node, which leaves therefore."""
@@ -255,9 +267,11 @@ class Farewell:
     what: Literal["received", "bye", "alone"]
 
 
+OfLaunch: TypeAlias = Go | Ask | Stop | StopAt | Store | Verdict
+"""What concerns who runs a launch on a node."""
 Message: TypeAlias = (
     Join | Ready | Report | Failed | Ended | Stored | Leave | Lines | Beat
-    | Answer | Go | Ask | Stop | Store | Verdict | Abort | Note | Farewell
+    | Answer | OfLaunch | Abort | Note | Farewell
 )  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}
 

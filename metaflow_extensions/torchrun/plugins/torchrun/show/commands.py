@@ -21,11 +21,11 @@ from ..compat.renamed import check
 from ..gang.view import GangView
 from ..gang.wire import to_plain
 from ..texts import moment, names
-from .finding import PAUSE_S, WHICH, await_gang, command, find, find_one, json_option
+from .finding import PAUSE_S, WHICH, CommandFailed, await_gang, command, find, find_one, json_option
 from .outputs_command import outputs
 from .page import Place, page_of
 from .parts import lines_of, printable
-from .stacks_command import stacks
+from .stacks_command import answer_of, stacks
 from .stored_gangs import StoredGang, StoredGangs
 from .stored_logs import LogLine, StoredLogs
 
@@ -200,5 +200,15 @@ def _page(obj: Any, stored: StoredGangs, place: StoredGang) -> list[str]:
     return [place.title, why, "", place.commands(GangView())]
 
 
-for each in (show, logs, outputs, stacks):
+@command("Have all ranks of a running step save and stop at the same step, if their script calls stopping().")
+def stop(obj: Any, gang: str, attempt: int | None) -> None:
+    """End a launch before its time; the run goes on with what it has."""
+    stored, found = find_one(obj, gang, attempt)
+    told = answer_of(stored, found, "stop").data
+    if not told.get("call"):
+        raise CommandFailed(f"Nothing was stopped in {found.where}: {told.get('why', 'it has not answered in time')}.")
+    click.echo(f"All ranks of {found.where} stop at call {told['call']} of stopping().")
+
+
+for each in (show, logs, outputs, stacks, stop):
     torchrun.add_command(each)

@@ -29,11 +29,11 @@ _LOOK_S, _LOOK_ON_DISK_S = 2.0, 0.2
 _SEE_END_S = 10.0  # between checks whether the gang has ended; each costs several requests
 
 
-def _ask(stored: StoredGangs, gang: StoredGang) -> Reply | None:
-    """Store a request, and return the first answer to it or to a later request of somebody else; None: it is over."""
+def ask(stored: StoredGangs, gang: StoredGang, what: str = "stacks") -> Reply | None:
+    """Store a request, and return the first answer to it or to a later one of the same kind; None: the gang is over."""
     registry = stored.registry(gang)
     before = registry.load(Reply)
-    registry.save(Request(uuid.uuid4().hex, time.time()))
+    registry.save(Request(uuid.uuid4().hex, time.time(), what))
     look_s = _LOOK_S if stored.storage.kind != "local" else _LOOK_ON_DISK_S
     began = sees_end_at = time.monotonic()
     while (now := time.monotonic()) - began < _PATIENCE_S:
@@ -43,13 +43,22 @@ def _ask(stored: StoredGangs, gang: StoredGang) -> Reply | None:
                 return None
         time.sleep(look_s)
         answer = registry.load(Reply)
-        if answer is not None and (before is None or answer.request.id != before.request.id):
+        is_new = answer is not None and (before is None or answer.request.id != before.request.id)
+        if answer is not None and is_new and answer.request.what == what:
             return answer
     raise CommandFailed(
         f"{gang.where} has not answered within {_PATIENCE_S:g} s. Its control node answers while current.torch.run "
         "waits: it may be in code of its own, wait for a machine, or have been killed, or have a clock that is 10 "
         f"minutes from this one's. To see what is known of it: {stored.program} show {gang.where}."
     )
+
+
+def answer_of(stored: StoredGangs, gang: StoredGang, what: str) -> Reply:
+    """Return the answer to a request; raise an error if the gang has ended."""
+    if (answer := ask(stored, gang, what)) is None:
+        show = f"{stored.program} show {gang.where}"
+        raise CommandFailed(f"{gang.where} has ended, so none of its workers runs. To see how it ended: {show}.")
+    return answer
 
 
 @command("Ask all ranks of a running step what they do now, and print their stacks. Nothing is stopped.")
@@ -60,10 +69,8 @@ def stacks(obj: Any, gang: str, rank: int | None, watch: bool, as_json: bool, at
     """Ask, and print the answer; with ``watch`` again and again, until the gang ends."""
     stored, found = find_one(obj, gang, attempt)
     before = stored.registry(found).load(Reply)  # perhaps to another command
-    answer = _ask(stored, found)
-    if answer is None:
-        show = f"{stored.program} show {found.where}"
-        raise CommandFailed(f"{found.where} has ended, so none of its workers runs. To see how it ended: {show}.")
+    before = None if before is None or before.request.what != "stacks" else before
+    answer: Reply | None = answer_of(stored, found, "stacks")
     with suppress(KeyboardInterrupt):  # this is how a watch ends
         while answer is not None:
             for line in _lines(answer, before, rank, watch, as_json):
@@ -71,7 +78,7 @@ def stacks(obj: Any, gang: str, rank: int | None, watch: bool, as_json: bool, at
             if not watch:
                 return
             time.sleep(_WATCH_S)
-            before, answer = answer, _ask(stored, found)
+            before, answer = answer, ask(stored, found)
         click.echo(f"{found.where} has ended.")
 
 

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
@@ -141,6 +141,7 @@ class AgentProcess:
         self._woken, self._is_over = asyncio.Event(), asyncio.Event()
         self._deadline = math.inf  # of the stop, until SIGKILL; infinite while nothing is to be stopped
         self._first_signal: int | None = None
+        self._spared: Collection[int] = ()  # pids of workers that do not get that
 
     # --- what others ask ---------------------------------------------------------------------------
 
@@ -152,14 +153,15 @@ class AgentProcess:
             self._wake_by(self._news, self._woken.set)
         self._life = self._loop.create_task(self._live())
 
-    def stop(self, grace_s: float, first_signal: int | None = None) -> None:
+    def stop(self, grace_s: float, first_signal: int | None = None, spared: Collection[int] = ()) -> None:
         """Stop the whole tree: SIGTERM, `grace_s` seconds, SIGKILL. Returns at once; the first call counts.
 
-        With `first_signal` the workers alone get that signal first, and up to `grace_s` seconds to save. What they have
-        started still serves them meanwhile.
+        With `first_signal` the workers alone, without those `spared`, get that signal first, and all up to `grace_s` seconds
+        to save. What they have started still serves them meanwhile.
         """
         if self._deadline == math.inf:
             self._deadline, self._first_signal = time.monotonic() + grace_s, first_signal
+            self._spared = spared
             self._woken.set()
 
     async def close(self, grace_s: float) -> None:
@@ -230,7 +232,7 @@ class AgentProcess:
             await self._until(self._has_heard, _HALT_LOOK_S, _HALT_S)
             self._read_news()
         if self._first_signal is not None:
-            _signal_all(self._living_workers(), self._first_signal)
+            _signal_all([pid for pid in self._living_workers() if pid not in self._spared], self._first_signal)
             await self._until(lambda: not self._living_workers(), _LOOK_S)
             self._deadline = min(self._deadline, time.monotonic() + _STRAGGLER_GRACE_S)
         told = self._to_end()

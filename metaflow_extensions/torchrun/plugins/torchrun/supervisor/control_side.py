@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import GangError
 from ..gang.gang import Gang, Outgoing
-from ..gang.messages import CONTROL, Abort, Join, Lines, Message
+from ..gang.messages import CONTROL, STOP, Abort, Join, Lines, Message
 from ..gang.policy import Rules
 from ..gang.wire import Plain, to_plain
 from ..machine.network import listening_socket, pick_port, room_for_connections
@@ -117,13 +117,15 @@ class ControlSide(Side):
     async def _follow(self, node: int, task: Process) -> None:
         self.gone(node, f"its task {await end_of(task)}")
 
-    async def request(self, asked: str) -> Plain | None:
-        """Find out what every rank does now; return the answer, or None if none comes in time."""
-        self._step(self.gang.ask_stacks, asked)
+    async def request(self, asked: str, what: str) -> Plain | None:
+        """Do what a command asks, see `Request`; return the answer, or None if none comes in time."""
+        gang = self.gang
+        ask, answered = (gang.ask_stop, gang.stop_answer) if what == STOP else (gang.ask_stacks, gang.answer)
+        self._step(ask, asked)
         deadline = self._loop.time() + _REQUEST_S
         while self._loop.time() < deadline:
             await asyncio.sleep(_REQUEST_LOOK_S)
-            if (answer := self.gang.answer(asked)) is not None:
+            if (answer := answered(asked)) is not None:
                 return answer
         return None
 

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from ..compat.renamed import harmless
 from ..events import label
 from ..gang.cause import Cause, Failure, describe_exit, first_failure, signal_name
-from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Report, Stop
+from ..gang.messages import CONTROL, STOP, Ask, Ended, Failed, Go, Report, Stop, StopAt
 from ..gang.wire import Plain
 from .agent import (
     AgentEnded,
@@ -30,6 +30,7 @@ from .agent import (
     left_behind_line,
 )
 from .call import Call
+from .calls import Calls
 from .command import HALT_SIGNAL, agent_command, agent_environment, make_folder, shown_command
 from .ends import Held
 from .hang_observer import HangObserver, answer
@@ -98,6 +99,7 @@ class Generation:
                 begin = partial(warm.start, command, call.nproc if call.has_warm_workers else 0)
             self._agent = new_agent(command, env, options, begin)
             self._workers = Workers(call, go, side, folder, self._logs, self._agent)
+            self._calls = Calls(self._workers)
             self._observers = dict[str, Any]()
             for kind, make in _OBSERVERS.items():
                 with self._guarded(kind):
@@ -119,7 +121,11 @@ class Generation:
         elif isinstance(news, Stop):
             self._obey(news)
         elif isinstance(news, Ask) and news.generation == self._go.generation:
-            self._answers.begin(self._tell("stacks", answer(self._workers, news.asked)))
+            is_stop = news.asked == STOP
+            found = self._calls.hold(needs_all=True) if is_stop else answer(self._workers, news.asked)
+            self._answers.begin(self._tell("calls" if is_stop else "stacks", found))
+        elif isinstance(news, StopAt) and news.generation == self._go.generation:
+            self._calls.stop_at(news.call)
         if not self._is_stopping or failed:
             self._report_signs()
         for kind, observer in list(self._observers.items()):
@@ -135,13 +141,19 @@ class Generation:
         is_told = stop.teller != CONTROL and self._call.shares_machine
         if self._side.node == CONTROL and stop.because and not is_told:
             self._side.say("stopping", f"{stop.because}; stopping all nodes")
-        self._stop(stop.signal)
+        if stop.signal is None:
+            self._stop()
+            return
+        # Ranks that call `stopping` save at the call that the control node names; the others by the signal.
+        spared = [self._workers.pids[rank] for rank in self._calls.calling()]
+        self._answers.begin(self._tell("calls", self._calls.hold(needs_all=False)))
+        self._stop(stop.signal, spared)
 
-    def _stop(self, first_signal: int | None = None) -> None:
+    def _stop(self, first_signal: int | None = None, spared: Collection[int] = ()) -> None:
         """Stop all processes, unless that has begun. The workers alone get `first_signal` before, so that they can save."""
         if not self._is_stopping:
             self._begin_stop(time.monotonic())
-            self._agent.stop(self._call.grace_s, first_signal)
+            self._agent.stop(self._call.grace_s, first_signal, spared)
 
     def _begin_stop(self, at: float) -> None:
         self._stopped_at = at

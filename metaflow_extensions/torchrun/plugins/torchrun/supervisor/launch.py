@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
 from ..gang.cause import Cause, Failure, cause_of, failure_of
-from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Ready, Report, Stop, Store, Verdict, to_wire
+from ..gang.messages import CONTROL, Ended, Failed, Go, OfLaunch, Ready, Report, Stop, Store, Verdict, to_wire
 from ..machine.aside import Aside
 from ..texts import counted, duration, headline
 from .agent import AgentProcess
@@ -125,7 +125,7 @@ class NodeLaunch:
             news = await asyncio.wait_for(self._inbox.get(), until_look())
         except asyncio.TimeoutError:
             return None
-        if isinstance(news, Go | Ask | Stop | Store | Verdict) and news.launch != self._launch:
+        if isinstance(news, OfLaunch) and news.launch != self._launch:
             return None  # late news of a launch that the step's code gave up
         match news:
             case Verdict():

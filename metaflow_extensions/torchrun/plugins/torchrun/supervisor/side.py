@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import TorchrunError
 from ..events import Event, Kind
-from ..gang.messages import Abort, Ask, Farewell, Go, Message, Note, Stop, Store, Verdict, to_wire
+from ..gang.messages import Abort, Farewell, Message, Note, OfLaunch, to_wire
 from .endings import Broken, lost_control
 from .output import Output, Send
 
@@ -48,7 +48,7 @@ class Side:
         """Hand a message for this node to its launch, or to its task."""
         if isinstance(message, Note):
             self.say("note", message.text)
-        elif isinstance(message, Go | Ask | Stop | Store | Verdict):
+        elif isinstance(message, OfLaunch):
             self.inbox.put_nowait(message)
         else:
             if isinstance(message, Abort):

@@ -158,6 +158,7 @@ class LaunchCall:
             duration_s=outcome.duration_s,
             exit_codes=dict(sorted(outcome.exit_codes.items())),
             events=tuple(to_plain(verdict.events)),
+            stopped=verdict.stopped,
             has_values="values" in fields,
             outputs=self._stored_outputs,
             **fields,

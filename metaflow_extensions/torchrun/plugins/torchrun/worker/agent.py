@@ -45,7 +45,8 @@ def change_workers(folder: str, restarts: str, metrics: str) -> None:
     `LogsSpecs` and `LogsDest` are torch's public interface for this (torch 2.3 to 2.14), but to name another class on
     the command line needs an installed entry point, and Metaflow ships our code into pods without those. `reify` also
     sets variables of the workers. `restarts` is "1/3" for restart 1 of at most 3; torchrun itself counts those of
-    this one agent, which are always 0. A worker appends what it reports to its file in `metrics`.
+    this one agent, which are always 0. A worker appends what it reports to its file in `metrics`, where
+    the page of its calls of `stopping` is, too.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
@@ -58,6 +59,7 @@ def change_workers(folder: str, restarts: str, metrics: str) -> None:
             found.stderrs[local_rank] = os.path.join(folder, f"{local_rank}.stderr")
             if "TORCHRUN_METRICS" not in os.environ:  # what the user has set stays
                 env["TORCHRUN_METRICS"] = os.path.join(metrics, f"{local_rank}.jsonl")
+            env["TORCHRUN_CALLS"] = os.path.join(metrics, f"{local_rank}.calls")
             if restarts:
                 env["TORCHELASTIC_RESTART_COUNT"], env["TORCHELASTIC_MAX_RESTARTS"] = restarts.split("/")
         return found

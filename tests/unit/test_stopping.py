@@ -1,0 +1,159 @@
+"""`metaflow_torchrun.stopping`: all ranks stop at one call, and none waits for another."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from gang_of import GangOf, preemption
+from limits import limit_s
+from metaflow_torchrun import stopping
+from unit_helpers import write
+
+from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as say
+from metaflow_extensions.torchrun.plugins.torchrun.gang.agreed_stop import AgreedStop
+from metaflow_extensions.torchrun.plugins.torchrun.gang.limits import NODES_MARGIN_S
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.calls import Calls
+
+# It calls it again and again, each rank at its own speed; it leaves after so many calls, or when it is told to.
+LOOP = """
+import os, sys, time
+from metaflow_torchrun import stopping
+pause_s, calls = float(sys.argv[1]), int(sys.argv[2])
+for call in range(1, calls + 1):
+    if stopping():
+        print(call)
+        break
+    if pid := call == 3 and os.fork():
+        os.waitpid(pid, 0)
+    elif call == 3:
+        os._exit(stopping())  # a fork of it is no rank
+    print(end="", flush=True)
+    time.sleep(pause_s)
+"""
+
+
+class Node:
+    """Three ranks of a node, as its supervisor sees them."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        call = Call("loop.py", (), False, nproc=3, num_nodes=2, node_index=1, python=sys.executable)
+        self.workers = SimpleNamespace(call=call, folder=str(folder), codes={})
+        self.calls = Calls(self.workers)
+
+    def start(self, local_rank, pause_s, calls):
+        env = {**os.environ, "TORCHRUN_CALLS": str(self.folder / "metrics" / f"{local_rank}.calls")}
+        command = [sys.executable, "-c", LOOP, str(pause_s), str(calls)]
+        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+
+    def until_calling(self, *ranks):
+        deadline = time.monotonic() + limit_s(20)
+        while self.calls.calling() != list(ranks):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def hold(self, needs_all=True):
+        return asyncio.run(self.calls.hold(needs_all))["next"]
+
+
+@pytest.fixture
+def node(tmp_path):
+    return Node(tmp_path)
+
+
+def test_all_ranks_stop_at_the_call_that_the_slowest_can_still_reach(node):
+    loops = [node.start(rank, pause_s, 10**6) for rank, pause_s in enumerate((0.0, 0.001, 0.02))]
+    node.until_calling(3, 4, 5)
+    call = node.hold()
+    assert node.hold(needs_all=False) == call  # as an order to end that comes after a command's
+    node.calls.stop_at(call)
+    assert [int(loop.communicate()[0]) for loop in loops] == [call] * 3
+    node.calls.stop_at(call + 5)  # a second command
+    assert node.hold() == call
+
+
+def test_a_rank_that_never_calls_it_keeps_all_others_going_for_a_command(node):
+    loops = [node.start(rank, 0.001, 2000) for rank in (0, 2)]
+    node.until_calling(3, 5)
+    assert node.hold() == 0
+    node.workers.codes[4] = 0  # it has ended
+    assert node.hold() > 0
+    node.calls.stop_at(0)
+    for loop, rank in zip(loops, (3, 5), strict=True):
+        assert loop.communicate()[0] == ""
+        node.workers.codes[rank] = 0
+    assert node.calls.calling() == []
+
+
+def test_outside_of_a_launch_it_is_false(tmp_path, monkeypatch):
+    assert not stopping()
+    monkeypatch.setenv("TORCHRUN_CALLS", str(write(tmp_path / "folder" / "file", "")) + "-gone")
+    assert subprocess.run([sys.executable, "-c", LOOP, "0", "5"], check=True, stdout=subprocess.PIPE).stdout == b""
+
+
+@pytest.mark.parametrize(
+    ("asked", "told", "is_late", "call", "why"),
+    [
+        ("id", {0: 7, 1: 9}, False, 9, None),
+        ("id", {0: 7}, False, None, None),
+        ("id", {0: 7}, True, 0, "node 1 did not answer in time"),
+        ("id", {0: 7, 1: 0}, False, 0, "node 1: not all ranks there have called metaflow_torchrun.stopping()"),
+        (None, {0: 7, 1: 0}, False, 7, None),  # all end in any case
+        (None, {0: 0, 1: 0}, False, 0, None),
+    ],
+)
+def test_the_call_is_named_when_all_nodes_have_told(asked, told, is_late, call, why):
+    stop = AgreedStop(asked, next=told)
+    assert stop.decide([0, 1], is_late) is (call is not None)
+    assert stop.call == call
+    assert why is None or stop.why_not([0, 1]) == why
+    assert not stop.decide([0, 1], is_late=call is not None)  # once
+
+
+def running():
+    gang = GangOf(2)
+    gang.all_ready(max_restarts=1)
+    return gang
+
+
+def calls(gang, *told):
+    for node, call in enumerate(told):
+        gang.say(node, say.Report("calls", 0, 0, {"next": call}))
+
+
+def test_a_command_ends_a_launch_well_for_all():
+    gang = running()
+    gang.post(gang.state.ask_stop("id"))
+    assert [ask.asked for ask in gang.got(1, "Ask")] == [say.STOP]
+    assert gang.state.stop_answer("id") is None
+    calls(gang, 4, 6)
+    assert [at.call for node in (0, 1) for at in gang.got(node, "StopAt")] == [6, 6]
+    assert gang.state.stop_answer("id") == {"id": "id", "call": 6, "why": ""}
+    gang.all_ended()
+    assert [(end.error, end.stopped) for end in gang.got(1, "Verdict")] == [(None, True)]
+    assert gang.state.stop_answer("another")["why"] == "no worker runs, or they are about to end"
+
+
+def test_a_command_stops_nothing_where_a_node_does_not_answer():
+    gang = running()
+    gang.post(gang.state.ask_stop("id"))
+    gang.say(0, say.Report("calls", 0, 0, {"next": 4}))
+    gang.pass_time(NODES_MARGIN_S)
+    assert [at.call for at in gang.got(0, "StopAt")] == [0]
+    assert gang.state.stop_answer("id")["why"] == "node 1 did not answer in time"
+    gang.all_ended()
+    assert [end.stopped for end in gang.got(1, "Verdict")] == [False]
+
+
+def test_before_a_loss_the_ranks_stop_at_one_call():
+    gang = running()
+    gang.failed(1, preemption())
+    calls(gang, 4, 5)
+    assert [at.call for at in gang.got(0, "StopAt")] == [5]
+    gang.all_ended(ok=True)
+    assert not any(end.stopped for end in gang.got(1, "Verdict"))
