@@ -35,7 +35,7 @@ class FakeAgent:
     def start(self):
         self.orders.append("start")
 
-    def stop(self, grace_s, first_signal=None):
+    def stop(self, grace_s, first_signal=None, spared=()):
         self.orders.append(("stop", grace_s) if first_signal is None else ("preempt", grace_s, first_signal))
 
     async def close(self, grace_s):

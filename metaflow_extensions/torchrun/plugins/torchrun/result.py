@@ -67,6 +67,8 @@ class TorchrunResult(Generic[_T]):
     history : dict of str to list of (int, float)
         The step and the value of rank 0's reports, by name: at most 200 points for each of at most 20 names. Only the
         result of the control node, ``inputs[0].result`` in a join, has them.
+    goodput : dict of str to float
+        Where the time of the attempt went until the launch's end, on the control node; ``docs/metrics.md`` lists the keys.
     stopped : bool
         Whether ``python flow.py torchrun stop`` has ended the launch before its time.
     outputs : Outputs or None
@@ -91,6 +93,7 @@ class TorchrunResult(Generic[_T]):
     nodes: tuple[int, ...] = ()
     history: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     stopped: bool = False
+    goodput: dict[str, Any] = field(default_factory=dict)
     has_values: bool = field(default=True, compare=False)  # whether a function was launched, not a script
 
     def __repr__(self) -> str:

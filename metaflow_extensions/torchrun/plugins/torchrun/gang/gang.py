@@ -506,6 +506,7 @@ class Gang:
         if view.launch is not None and number <= view.launch:
             return
         view.turn("waiting")
+        view.goodput.enter("waiting", view.now_s)
         view.launch, view.generation, view.began_s = number, None, None
         view.error = view.cause = view.restarts_left = None  # those of the launch before
         for each, node in enumerate(view.nodes):
@@ -604,6 +605,7 @@ class Gang:
         again, es = " again" * (launch.generation > 0), "es" * (control.nproc != 1)
         self._see("go", f"start{again} on {counted(len(nodes), 'node')}, {control.nproc} process{es} on each")
         view.turn("starting")
+        view.goodput.go(launch.generation > 0, view.now_s)
         view.enter("starting", nodes)
         view.place(nodes)
         view.outputs.pop(launch.number, None)  # those of a generation before
@@ -646,6 +648,7 @@ class Gang:
                     launch.starting.discard(index)
                     if not launch.starting and view.outcome == "starting":
                         view.turn("running")
+                        view.goodput.all_run(view.now_s)
             case "wrote":
                 self._see("output", "first output", node)
                 view.nodes[index].has_written, launch.is_silent = True, False
@@ -654,6 +657,8 @@ class Gang:
                     launch.is_silent = False
                     self._see("progress", f"first report read: {first}", node, rank=0)
                 view.progress = self.progress.record
+                if data.get("step") is not None:  # rank 0's
+                    view.goodput.step(data["step"], view.now_s)
             case "hangs":
                 launch.active_at, launch.has_begun = max(launch.active_at, self._now - data["age_s"]), True
             case "stacks":
@@ -776,6 +781,7 @@ class Gang:
             self._store(self._error_of_launch())
             return
         self.phase, cause = Phase.STOPPING, launch.cause
+        self.view.goodput.enter("end", self.view.now_s)
         launch.until = self._now + self.rules.stop_s
         # A preempted node has time for its workers to save.
         saves = cause is not None and cause.category == "preempted"
@@ -882,6 +888,7 @@ class Gang:
         if error is not None:
             self._see_error(error)
         self.phase, self._remind_at = Phase.STORING, now + REMIND_S
+        self.view.goodput.enter("end", self.view.now_s)
         launch.stores, launch.failing_with = nodes, error
         launch.until = float("inf") if within_s is None else now + within_s + INDEX_S
         self._broadcast(Store(launch.number, launch.generation, error, within_s, launch.group))
@@ -897,6 +904,7 @@ class Gang:
         self._see(*(("done", "the launch has ended well") if error is None else ("failed", "the launch has failed")))
         view.turn("done" if error is None else "failed", view.why if error is not None else "")
         view.place((), LATE_S)
+        view.goodput.enter("own_code", view.now_s)
         if error is None:
             view.error, view.cause = None, None
             for each in sorted(self._absent):  # who comes in the place of one would lack what this launch has left
@@ -913,8 +921,8 @@ class Gang:
         events, last = self.view.events, self.view.launch
         ends = [at for at, each in enumerate(events, 1) if each.kind in ("done", "failed") and each.launch != last]
         seen = tuple(events[max(ends, default=0) :])  # since the end of the launch before
-        how = alone, group, launch.was_stopped
-        of_control = Verdict(number, error, seen, self._left(launch, error, True), *how)
+        how, told = (alone, group, launch.was_stopped), self.view.goodput.until(self.view.now_s)
+        of_control = Verdict(number, error, seen, self._left(launch, error, True), *how, told)
         of_others = Verdict(number, error, (), self._left(launch, error, False), *how)
         for each in sorted(node for node, its in self._called.items() if its == number):
             launch.told.add(each)

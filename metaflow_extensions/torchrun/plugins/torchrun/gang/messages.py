@@ -238,6 +238,7 @@ class Verdict:
     alone: bool = False  # whether the launch has ended well and, on all nodes, as `Ended.alone` says
     group: Group | None = None  # of the last generation; None: there was none
     stopped: bool = False  # whether a command has had all ranks stop
+    goodput: dict[str, Any] = field(default_factory=dict)  # to the control node: where the time went
 
     def is_without(self, node: int) -> bool:
         """Return whether the launch has ended well without a node, which leaves therefore."""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from ..machine.frames import begin_of
 from .cause import Cause
+from .goodput import Goodput
 from .wire import from_plain
 
 VERSION = 2  # of the stored form
@@ -132,6 +133,7 @@ class GangView:
     reports: list[FailureReport] = field(default_factory=list)
     placed: list[Placed] = field(default_factory=list)
     progress: dict[str, Any] | None = None  # what rank 0 has reported; see `gang.progress`
+    goodput: Goodput = field(default_factory=Goodput)  # where its time went
     hangs: dict[str, Any] | None = None  # the stacks of the last hang; see `gang.stacks`
     outputs: dict[int, dict[int, Any]] = field(default_factory=dict)  # by launch and node, see `StoredOutputs`
     usage: dict[int, Any] = field(default_factory=dict)  # by node

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ..gang.cause import signal_name
+from ..gang.goodput import said as goodput_said
 from ..gang.view import FailureReport, GangView
 from ..machine.frames import begin_of
 from ..texts import duration, moment, names, shortened
@@ -245,6 +246,7 @@ def _launch(shown: _Shown) -> list[Part]:
         ("started", moment(view.began) if view.began else ""),
         ("trained", "" if trained is None else duration(trained)),
         (whole, duration(view.seconds)),
+        ("goodput", goodput_said(view.goodput.until(view.seconds)) if view.launch is not None else ""),
         ("nodes", str(len(view.nodes))),
         ("ranks on each", str(view.nproc or "")),
         ("launch", "" if view.launch is None else str(view.launch)),

@@ -159,6 +159,7 @@ class LaunchCall:
             exit_codes=dict(sorted(outcome.exit_codes.items())),
             events=tuple(to_plain(verdict.events)),
             stopped=verdict.stopped,
+            goodput=verdict.goodput,
             has_values="values" in fields,
             outputs=self._stored_outputs,
             **fields,
