@@ -31,6 +31,8 @@ WORDS |= {
     "peer_failed": lambda gang, node: gang.failed(node, crash(node, PEER), age_s=15.0),
     "deserts": lambda gang, node: gang.leave(node, preemption(node)),
     "say_again": lambda gang, node, back: gang.send(gang.tasks[node], gang.tasks[node].said[-back]),
+    "calls": lambda gang, node, call: gang.say(node, say.Report("calls", *gang.about(node), {"next": call})),
+    "ask_stop": lambda gang: gang.post(gang.state.ask_stop(next(TASKS))),
     "hold": lambda gang, node: setattr(gang.tasks[node], "held", []),
 }
 
@@ -40,7 +42,7 @@ class Task:
 
     def __init__(self, node, read):
         self.node, self.read, self.name = node, read, f"task {next(TASKS)}"  # it has read so many messages
-        self.stage, self.launch, self.prepares = "own", 0, False
+        self.stage, self.launch, self.prepares, self.waits = "own", 0, False, False  # the last: in `stopping`
         self.go = self.store = None  # of the workers that live, and of what it is to store
         self.said, self.held = [], None  # all, and what waits while its line is cut
 
@@ -164,6 +166,9 @@ class AnyGang(RuleBasedStateMachine, GangOf):
             case say.Go() if is_own:
                 task.go = message if message.group.rank_of(task.node) is not None else None
                 assert task.go is None or not task.prepares, "go for a node whose commands run"
+                task.waits = False
+            case say.Ask() | say.StopAt() if is_own and task.go is not None:
+                task.waits = type(message) is say.Ask
             case say.Store() if is_own and task.go is None:
                 task.store = message
             case say.Verdict() if is_own:
@@ -271,13 +276,14 @@ class AnyGang(RuleBasedStateMachine, GangOf):
     def acts(self):
         yield "+1"  # hypothesis draws what is first and last more often
         yield from (f"come {node}" for node in range(self.num_nodes))
-        yield from ("+5", "+30", "+100")
+        yield from ("+5", "+30", "+100", "ask_stop")
         for task in self.living():
             must, runs, words = self.must_do(task), task.go is not None, ["cut"] + ["hold"] * (task.held is None)
             words += [must] * {None: 0, "stop": 1, "done": 1, "cut": 1}.get(must, 8)
             words += (["ready"] * 8 + ["prepare", "prepare", "differ", "raises", "deserts"]) * (must == "done")
             words += (["all_ended"] * 4 + ["crash", "peer", "told", "fails", "has_failed", "peer_failed"]) * runs
             words += ["give_up", "quit", "killed"] * (task.stage == "in") + ["killed"] * runs
+            yield from (f"calls {task.node} {call}" for call in (7, 9, 0) if runs and task.waits)
             words += ["commands_fail"] * task.prepares + ["store_badly"] * bool(task.store)
             yield from (f"{word} {task.node}" for word in words)
             for back, message in enumerate(task.said[:-6:-1], 1):
@@ -288,6 +294,12 @@ class AnyGang(RuleBasedStateMachine, GangOf):
     def something_happens(self, data):
         self.play(data.draw(st.sampled_from([*self.acts()])))
         self.hear()
+        stop, waiting = (
+            self.state.launch.stop,
+            [task.node for task in self.living() if task.waits and task.held is None],
+        )
+        runs = self.state.phase is Phase.RUNNING and stop is not None and stop.until < self.now
+        assert not (runs and self.state.launch.running & {*waiting}), "ranks wait in stopping() for ever"
 
     def teardown(self):
         if not hasattr(self, "tasks"):
