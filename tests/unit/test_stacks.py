@@ -53,6 +53,12 @@ def test_all_nodes_are_asked_and_the_answer_is_whole_when_all_have_answered():
     assert (id_, found.launch, found.generation, sorted(found.ranks)) == ("a", 0, 0, [0, 1, 2, 3, 4, 5])
 
 
+def test_a_spare_is_called_one():
+    story = ask(Story(3, spare_nodes=1).running())
+    say(story, 0, 1)
+    assert answer_of(story)[1].missing == {2: "waits as a spare"}
+
+
 def test_a_node_that_does_not_answer_holds_up_the_others_for_seconds_only():
     story = ask(Story(3).running())
     say(story, 0, 1)

@@ -186,6 +186,7 @@ class Gang:
         found = self.stacks.answer(asked, self._clock(), self.num_nodes)
         if found is None:
             return None
+        found.missing.update(dict.fromkeys(self.ready.difference(self.launch.group.nodes), "waits as a spare"))
         self.stacks = Stacks()
         return {"id": asked, "found": to_plain(found)}
 
