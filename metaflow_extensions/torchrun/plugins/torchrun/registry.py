@@ -18,9 +18,9 @@ from .errors import GangError, TorchrunError
 from .gang.view import GangView, Word, told_by_others
 from .gang.wire import from_plain, to_plain
 
-# Who may report that the control node is gone: the task that replaces it, or the process that looks after the job.
-# Each writes a file of its own, so that neither must read before it writes. The first file found counts.
-_WORDS = {"replacement": "torchrun_replaced.json", "job": "torchrun_job.json"}
+# Who may report that the control node is gone: node 1, the task that replaces it, or the process that looks after the job.
+# Each writes a file of its own, so that none must read before it writes. The first file found counts.
+_WORDS = {"member": "torchrun_lost.json", "replacement": "torchrun_replaced.json", "job": "torchrun_job.json"}
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ class Registry:
         words = [from_plain(Word, found[name], "the word") for name in _WORDS.values() if found[name] is not None]
         return told_by_others(None if found[_VIEW] is None else GangView.read(found[_VIEW]), words)
 
-    def save_word(self, word: Word, who: Literal["replacement", "job"]) -> None:
+    def save_word(self, word: Word, who: Literal["member", "replacement", "job"]) -> None:
         """Write that the control node is gone."""
         self._save(_WORDS[who], to_plain(word))
 

@@ -20,10 +20,11 @@ from metaflow import current
 from ..compat.datastore import save_log, watch_storing
 from ..compat.renamed import convenience
 from ..compat.steps import forgive_local_nodes, is_local, runs_on, tasks_of_local_nodes
-from ..errors import TorchrunPreempted
+from ..errors import TorchrunError, TorchrunPreempted
 from ..events import Event, label
 from ..gang.cause import Cause, cause_of
-from ..gang.view import Presence
+from ..gang.messages import CONTROL
+from ..gang.view import Presence, Word
 from ..gang.wire import Plain
 from ..machine.processes import began, living_descendants, send_signal
 from ..machine.streams import is_pipe, unread_bytes
@@ -41,6 +42,7 @@ from .member import Member
 from .report import end_with, report
 from .signs import LOCAL_NODE_MARGIN_S, STARTED_BY, signs
 from .task_log import TaskLog
+from .transfer import do_within
 
 # How long a failed node holds its end until the control node's log has the cause, and how long that may
 # take to upload it: on Kubernetes the first pod that ends takes all with it.
@@ -72,6 +74,7 @@ class TaskGang:
         self._member: Member | None = None
         self._is_control = False  # of several nodes
         self._store: GangStore | None = None  # on any control node
+        self._save_word: Callable[[Word], None] | None = None  # on node 1: tells how the control node has ended
         self.part: Callable[[tuple[str, ...]], GangPart] | None = None  # see `TorchrunExecutor`
         self._is_incomplete = False  # whether the gang has ended well without some nodes
 
@@ -97,6 +100,7 @@ class TaskGang:
             make_none()  # the control node makes the gang's card
             member = self._member = begin(parallel.node_index, num_nodes, settings, more)
             member.save_log = self._log.save
+            self._save_word = partial(registry.save_word, who="member") if parallel.node_index == 1 else None
             return member, connect(member, registry, settings)
         stacks = f"{flow_program()} torchrun stacks {run_id}/{step_name}"
         rules = {"replaces": self._replaces, "stacks": stacks, **self._limit}
@@ -191,6 +195,10 @@ class TaskGang:
             return
         if self._replaces and not self._is_control:  # else the last lines could be missing
             self._log.save(_UPLOAD_S)
+        cause = cause_of(error) if isinstance(error, TorchrunError) else None
+        if self._save_word is not None and cause is not None and (cause.kind, cause.node) == ("lost", CONTROL):
+            word = Word(str(error), time.time(), member.num_nodes, type(error).__name__)
+            do_within(partial(self._save_word, word), _UPLOAD_S)
         member.leave(error, hold_s=0.0 if self._is_local or self._is_control else _HOLD_S)
         if self._store is not None:
             self._store.close(error)
