@@ -17,7 +17,7 @@ PICTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 # What runs in agents, workers and spares, without the package: it imports what lies beside it, at most.
 SCRIPTS = "worker"
 # This imports torch, in functions that workers call. The task imports it, too, so that both sides pickle alike.
-CALLED_BY_WORKERS = ("worker.function_worker", "worker.agent")
+CALLED_BY_WORKERS = ("worker.function_worker", "worker.agent", "worker.process_groups")
 # Besides `compat`, these may import Metaflow, and what it promises: `current` and the base of its exceptions.
 KNOW_METAFLOW = {"decorator", "single_node", "errors", "tracebacks", "show.gang_part", "task.task_gang"}
 # `metaflow` imports these whenever it is imported, whether or not a flow has a step of ours; all others wait for one.

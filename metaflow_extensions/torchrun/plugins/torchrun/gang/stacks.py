@@ -11,11 +11,12 @@ gang's page says that they wait.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..machine.frames import Found, look_first
 from ..texts import names
+from .collectives import Calls, compare
 from .limits import NODES_MARGIN_S, START_S, WORKERS_S
 from .wire import from_plain, to_plain
 
@@ -33,6 +34,8 @@ class NodeStacks:
 
     host: str
     ranks: dict[int, Found]  # by global rank; long texts are shortened
+    calls: list[Calls] = field(default_factory=list)  # of collectives
+    silent: dict[int, str] = field(default_factory=dict)  # rank -> why its recorder of collectives has told nothing
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class GangStacks:
     generation: int | None = None
     nodes: dict[int, NodeStacks] = field(default_factory=dict)
     missing: dict[int, str] = field(default_factory=dict)  # node -> why it has sent nothing
+    collectives: list[str] = field(default_factory=list)  # sentences: who misses which
 
     @property
     def ranks(self) -> dict[int, Found]:
@@ -81,7 +85,13 @@ class Stacks:
         late = "has not answered in time"
         found = {node: self._found.get(node, NO_WORKERS) or late for node in range(num_nodes)}
         answered = {node: each for node, each in found.items() if isinstance(each, NodeStacks)}
-        return GangStacks(*self._about, answered, {node: each for node, each in found.items() if isinstance(each, str)})
+        whole = GangStacks(
+            *self._about, answered, {node: each for node, each in found.items() if isinstance(each, str)}
+        )
+        calls = (each for node in answered.values() for each in node.calls)
+        silent = {rank: why for node in answered.values() for rank, why in node.silent.items()}
+        kept = {node: NodeStacks(each.host, each.ranks) for node, each in answered.items()}
+        return replace(whole, nodes=kept, collectives=compare(calls, silent, whole.ranks))
 
 
 # --- hangs ----------------------------------------------------------------------------------------
@@ -121,10 +131,11 @@ def conclude(stacks: GangStacks, well: Collection[int]) -> tuple[str, dict[str, 
     ranks, silent = stacks.ranks, sorted(node for node, why in stacks.missing.items() if why != NO_WORKERS)
     groups = alike(ranks)
     is_known = not silent and any(found.mark for _, found in groups)
-    first, why = look_first(ranks) if is_known else ([], "")
+    first, why = look_first(ranks) if is_known and not stacks.collectives else ([], "")
     share = _MAX_CHARS // max(1, len(groups))
     kept = [{"ranks": its, **to_plain(found.bounded(share))} for its, found in groups[:_MAX_LINES]]
-    record = {"launch": stacks.launch, "first": first, "why": why, "stacks": kept}
+    told = stacks.collectives
+    record = {"launch": stacks.launch, "first": first, "why": why, "stacks": kept, "collectives": told}
     said = [] if groups else [_NOBODY]
     if well:
         said.append(f"The ranks of {names(sorted(well))} had ended well: do all ranks make the same number of steps?")
@@ -137,4 +148,4 @@ def conclude(stacks: GangStacks, well: Collection[int]) -> tuple[str, dict[str, 
         at.setdefault(f"{found.where}: {found.line}" if found.line else found.where, []).extend(its)
     places = [f"{names(numbers, 'Rank')}: {place}" for place, numbers in at.items()]
     more = [f"{len(places) - _MAX_LINES} more such lines are left out."] if len(places) > _MAX_LINES else []
-    return "\n".join([*filter(None, [" ".join(said)]), *places[:_MAX_LINES], *more]), record
+    return "\n".join([*told, *filter(None, [" ".join(said)]), *places[:_MAX_LINES], *more]), record

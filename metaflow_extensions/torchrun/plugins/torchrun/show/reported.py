@@ -69,7 +69,8 @@ def hangs(view: GangView) -> list[Part]:
     ]
     said, first = _HANG.format(view.hangs["launch"]), view.hangs["first"]
     said += f" Look at {names(first, 'rank')} first: {view.hangs['why']}." if first else ""
-    return [Sentence(said), *blocks]
+    collectives = [Sentence(each) for each in view.hangs.get("collectives", ())]
+    return [*collectives, Sentence(said), *blocks]
 
 
 def outputs(view: GangView) -> list[Part]:

@@ -100,6 +100,7 @@ def _lines(answer: Reply, before: Reply | None, rank: int | None, watch: bool, a
         yield json.dumps({**about, **plain}, allow_nan=False)
     else:
         yield f"{moment(answer.time)}  {_headline(found)}"
+        yield from (f"  If the launch hangs: {each}" for each in found.collectives)
         yield from _places(found)
         for ranks, place in ((moved, "at another place than"), (same, "at the same place as")):
             if ranks:
@@ -145,7 +146,7 @@ def _places(found: GangStacks) -> Iterator[str]:
     for where, ranks in at.items():
         yield f"  {names(ranks, 'rank')}: {where}"
     first, why = look_first(found.ranks)
-    if first:
+    if first and not found.collectives:
         yield f"  If the launch hangs, look at {names(first, 'rank')} first: {why}."
     for node, why in found.missing.items():
         yield f"  {names([node])} {why}"

@@ -17,6 +17,7 @@ from ..events import label
 from ..gang.cause import Cause, Failure, describe_exit, first_failure, signal_name
 from ..gang.messages import CONTROL, STOP, Ask, Ended, Failed, Go, Report, Stop, StopAt
 from ..gang.wire import Plain
+from . import recorders
 from .agent import (
     AgentEnded,
     AgentEvent,
@@ -89,6 +90,7 @@ class Generation:
             command = agent_command(call, go, folder, pipes)
             self.command = shown_command(command)  # as a user would type it
             env = {**agent_environment(call, go, side.own_address), FOLDER: metrics_folder(folder)}
+            env.update(recorders.environment(call.nproc))
             shown = {rank: (f"[rank {call.global_rank(rank)}] ", call.hides(rank)) for rank in range(call.nproc)}
             self._logs = LogReader(pipes, shown, label(call.node_index, call.num_nodes), write, holds_report=True)
             failed.callback(self._logs.finish)

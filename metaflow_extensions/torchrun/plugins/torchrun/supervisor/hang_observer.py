@@ -1,7 +1,10 @@
-"""Reports signs of life of a node's workers, and their places in the code: in a hang, and when a command asks."""
+"""Reports signs of life of a node's workers, and in a hang, or when a command asks, their places in the code and in
+their collectives.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from textwrap import indent
@@ -14,6 +17,7 @@ from ..machine.frames import Found, without_stack
 from ..machine.network import is_connected_to
 from ..machine.stacks import ask
 from ..texts import names
+from . import recorders
 from .workers import Workers
 
 # A node reports output to the control node at most once in this fraction of hang_timeout_s.
@@ -55,10 +59,10 @@ class HangObserver:
 
 async def answer(workers: Workers, asked: Any) -> Plain:
     """Return what the workers do now, for the question that was `asked`; in a hang the log has it, too."""
-    found = await ask(workers.running(), WORKERS_S)
+    found, (calls, silent) = await asyncio.gather(ask(workers.running(), WORKERS_S), recorders.ask(workers))
     if found and asked == HANG:
         workers.side.say("note", f"what the workers were doing:\n{text_of(found)}")
-    return {"id": asked, "found": to_plain(NodeStacks(workers.side.host, _to_send(workers, found)))}
+    return {"id": asked, "found": to_plain(NodeStacks(workers.side.host, _to_send(workers, found), calls, silent))}
 
 
 def _to_send(workers: Workers, found: Mapping[int, Found]) -> dict[int, Found]:

@@ -1,4 +1,4 @@
-"""Records the exception that ends a worker, and lets a worker be asked for its stack.
+"""Records the exception that ends a worker, and lets a worker be asked for its stack and its collectives.
 
 It also records at the worker's end whether it has trained by itself.
 
@@ -15,6 +15,7 @@ TYPE_CHECKING = False  # typing is not loaded yet
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+    from typing import Any
 
 _SPARE = "TORCHRUN_SPARE"
 _RECORD = "exception.json"
@@ -282,6 +283,34 @@ def _let_be_asked() -> None:
     faulthandler.register(number, file=file, all_threads=False, chain=False)
 
 
+# --- what lets it be asked for its collectives --------------------------------------------------
+
+_GROUPS = "torch.distributed.distributed_c10d"
+
+
+class _AfterImport:
+    """A finder that finds nothing; at the first import after that of torch's process groups, it has them recorded."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        module: Any = sys.modules.get(_GROUPS)
+        if module is not None and not getattr(module.__spec__, "_initializing", False):
+            _arrange(lambda: sys.meta_path.remove(self), lambda: _record_groups(module))
+
+
+def _record_groups(module: object) -> None:
+    path = os.path.join(_SCRIPTS, "process_groups.py")
+    ours: dict[str, Any] = {"__name__": "torchrun_process_groups"}
+    with open(path, encoding="utf-8") as file:
+        exec(compile(file.read(), path, "exec"), ours)  # noqa: S102 - a file of ours, which no import may find
+    ours["watch"](module, _folder)
+
+
+def _let_tell_of_groups() -> None:
+    if os.environ.get("TORCHRUN_RECORDERS") == "1":  # there is room for the threads of torch's server
+        sys.meta_path.insert(0, finder := _AfterImport())
+        finder.find_spec("")  # a spare has imported torch
+
+
 # --- beginning --------------------------------------------------------------------------------
 
 
@@ -294,7 +323,7 @@ def begin_program() -> None:
     global _folder
     if _is_worker():
         _folder = os.path.dirname(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-        _arrange(_let_be_asked)
+        _arrange(_let_be_asked, _let_tell_of_groups)
 
 
 def _arrange(*what: "Callable[[], None]") -> None:
