@@ -1,5 +1,7 @@
-"""`metaflow_torchrun.stopping` in real launches: a command, and a loss that is told of before."""
+"""`metaflow_torchrun.stopping` and a profile in real launches: a command, and a loss that is told of before."""
 
+import gzip
+import json
 import os
 import re
 import signal
@@ -20,13 +22,27 @@ def steps(flow):
     return [note["step"] for note in flow.notes("saved-*")]
 
 
-def test_a_command_ends_a_launch_and_the_run_goes_on(start_flow):
+def test_a_command_ends_a_launch_and_the_run_goes_on(start_flow, tmp_path):
     flow = begin(start_flow)
+    see_a_profile(flow, tmp_path / "größe.json")
     said = re.search(r"All ranks of .* stop at call (\d+) of stopping\(\)\.", flow.ask("stop"))
     assert flow.wait() == 0, flow.text
     assert steps(flow) == [int(said[1]) - 1] * 4
     assert [result["stopped"] for task in flow.note("end")["tasks"] for result in task["results"]] == [True, True]
     assert f"all ranks stop at call {said[1]} of stopping()" in flow.ask("show")
+
+
+def see_a_profile(flow, path):
+    """See what one rank of node 1 does while all go on."""
+    assert f"{path} (" in flow.ask("profile", "--rank", "2", "--seconds", "0.5", "--to", str(path))
+    trace = json.loads(path.read_text())["traceEvents"]
+    assert "gloo:all_reduce" in {event.get("name") for event in trace}
+    assert {"ph", "ts", "pid", "tid"} <= trace[0].keys(), "what Chrome's viewer needs"
+    flow.ask("profile", "--rank", "2", "--seconds", "0.5", "--to", f"{path}.gz")
+    assert b"gloo:all_reduce" in gzip.decompress(path.with_suffix(".json.gz").read_bytes())
+    assert "no rank 9 runs" in flow.ask("profile", "--rank", "9", expect=1)
+    assert "Missing option" in flow.ask("profile", expect=2), "never all by accident"
+    assert "name a file in a folder" in flow.ask("profile", "--rank", "0", "--to", "/no/such/folder/x", expect=1)
 
 
 def test_before_a_loss_all_ranks_save_the_same_step(start_flow):

@@ -17,7 +17,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as say
 from metaflow_extensions.torchrun.plugins.torchrun.gang.agreed_stop import AgreedStop
 from metaflow_extensions.torchrun.plugins.torchrun.gang.limits import NODES_MARGIN_S
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor.calls import Calls
+from metaflow_extensions.torchrun.plugins.torchrun.supervisor.calls import CallCounts
 
 # It calls it again and again, each rank at its own speed; it leaves after so many calls, or when it is told to.
 LOOP = """
@@ -44,7 +44,7 @@ class Node:
         self.folder = folder
         call = Call("loop.py", (), False, nproc=3, num_nodes=2, node_index=1, python=sys.executable)
         self.workers = SimpleNamespace(call=call, folder=str(folder), codes={})
-        self.calls = Calls(self.workers)
+        self.calls = CallCounts(self.workers)
 
     def start(self, local_rank, pause_s, calls):
         env = {**os.environ, "TORCHRUN_CALLS": str(self.folder / "metrics" / f"{local_rank}.calls")}

@@ -41,7 +41,8 @@ class Request:
 
     id: str  # something random
     time: float  # when it was made, in seconds since 1970, by the clock of the machine that asks
-    what: str = "stacks"  # what every rank does now; or "stop": that all ranks stop
+    what: str = "stacks"  # what every rank does now; "stop": that all ranks stop; "profile": that one is profiled
+    of: dict[str, Any] = field(default_factory=dict)  # of a profile the rank, and how many seconds
 
 
 @dataclass(frozen=True)

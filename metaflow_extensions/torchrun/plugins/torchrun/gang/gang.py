@@ -103,6 +103,7 @@ class Gang:
         self.view = GangView(began=time.time(), nodes=[NodeView() for _ in range(num_nodes)])
         self.changes = 0  # how often the view may have changed
         self.progress, self.stacks = Progress(self._name), Stacks()
+        self._profile: dict[str, Any] = {}  # what was asked for last, or the answer
         self._has_warned = False  # of a report that could not be read
         self.phase, self.launch = Phase.IDLE, Launch(-1)
         self.broken: TorchrunError | None = None  # why no launch can begin any more
@@ -202,6 +203,20 @@ class Gang:
         if stop.call is None:
             return None
         return {"id": asked, "call": stop.call, "why": "" if stop.call else stop.why_not(launch.running)}
+
+    def ask_profile(self, asked: Any, of: dict[str, Any]) -> list[Outgoing]:
+        """Have the node of a rank profile it for some seconds; `profile_answer` has where the trace is stored."""
+        return self._step(self._ask_profile, {"id": asked, **of})
+
+    def profile_answer(self, asked: Any) -> dict[str, Any] | None:
+        """Return where the profile is that was `asked` for, or why there is none, as soon as that is known."""
+        told, launch = self._profile, self.launch
+        if told.get("id") != asked:
+            return {"id": asked, "why": "another profile was asked for"}
+        if "parts" in told or "why" in told:
+            return told
+        is_gone = self.phase is not Phase.RUNNING or launch.generation != told["generation"]
+        return {"id": asked, "why": "its workers have ended meanwhile"} if is_gone else None
 
     def lost(self, node: int, why: str) -> list[Outgoing]:
         """Handle the end of a node's connection, or of a task that had not joined yet.
@@ -666,6 +681,8 @@ class Gang:
                 self.stacks.take(index, data)
             case "calls" if launch.stop is not None:
                 launch.stop.next[index] = data["next"]
+            case "profile" if data["id"] == self._profile.get("id"):
+                self._profile = data
             case "usage":
                 view.take_usage(index, data)
             case "outputs":
@@ -682,6 +699,15 @@ class Gang:
         self.stacks = Stacks(asked, about, launch.running, self._now)
         if launch.running:
             self._broadcast(Ask(*about, asked))
+
+    def _ask_profile(self, asked: dict[str, Any]) -> None:
+        launch, nodes = self.launch, self.launch.group.nodes
+        at = asked["rank"] // (launch.control.nproc or 1)
+        self._profile = {"id": asked["id"], "generation": launch.generation}
+        if self.phase is Phase.RUNNING and 0 <= at < len(nodes):
+            self._send(Ask(launch.number, launch.generation, asked), nodes[at])
+        else:
+            self._profile["why"] = f"no rank {asked['rank']} runs"
 
     def _ask_stop(self, asked: Any) -> None:
         launch = self.launch

@@ -45,7 +45,7 @@ from .wire import from_plain, to_plain
 CONTROL = 0
 """Index of the control node."""
 STOP = "stop"
-"""What is asked where all ranks shall wait in their next call of `stopping`; each other question asks for stacks."""
+"""What is asked where all ranks shall wait in their next call of `stopping`. A dict asks for a profile, else for stacks."""
 
 # --- from a node to the control node --------------------------------------------------------------
 

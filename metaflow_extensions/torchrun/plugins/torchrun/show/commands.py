@@ -25,6 +25,7 @@ from .finding import PAUSE_S, WHICH, CommandFailed, await_gang, command, find, f
 from .outputs_command import outputs
 from .page import Place, page_of
 from .parts import lines_of, printable
+from .profile_command import profile
 from .stacks_command import answer_of, stacks
 from .stored_gangs import StoredGang, StoredGangs
 from .stored_logs import LogLine, StoredLogs
@@ -210,5 +211,5 @@ def stop(obj: Any, gang: str, attempt: int | None) -> None:
     click.echo(f"All ranks of {found.where} stop at call {told['call']} of stopping().")
 
 
-for each in (show, logs, outputs, stacks, stop):
+for each in (show, logs, outputs, profile, stacks, stop):
     torchrun.add_command(each)

@@ -24,19 +24,21 @@ from .stored_gangs import StoredGang, StoredGangs
 
 _WATCH_S = 5.0
 # The control node looks for requests every 5 s in an object store (`task/gang_store`), and needs some seconds to answer.
-_PATIENCE_S = 75.0
+_PATIENCE_S, _PROFILE_S = 75.0, 330.0
+_NOTHING: dict[str, Any] = {}
 _LOOK_S, _LOOK_ON_DISK_S = 2.0, 0.2
 _SEE_END_S = 10.0  # between checks whether the gang has ended; each costs several requests
 
 
-def ask(stored: StoredGangs, gang: StoredGang, what: str = "stacks") -> Reply | None:
+def ask(stored: StoredGangs, gang: StoredGang, what: str = "stacks", of: dict[str, Any] = _NOTHING) -> Reply | None:
     """Store a request, and return the first answer to it or to a later one of the same kind; None: the gang is over."""
     registry = stored.registry(gang)
     before = registry.load(Reply)
-    registry.save(Request(uuid.uuid4().hex, time.time(), what))
+    registry.save(Request(uuid.uuid4().hex, time.time(), what, of))
     look_s = _LOOK_S if stored.storage.kind != "local" else _LOOK_ON_DISK_S
     began = sees_end_at = time.monotonic()
-    while (now := time.monotonic()) - began < _PATIENCE_S:
+    patience_s = _PROFILE_S if what == "profile" else _PATIENCE_S
+    while (now := time.monotonic()) - began < patience_s:
         if now >= sees_end_at:
             gang, sees_end_at = stored.again(gang), now + _SEE_END_S
             if gang.is_over or ((view := stored.view(gang)) is not None and view.is_over):
@@ -47,15 +49,15 @@ def ask(stored: StoredGangs, gang: StoredGang, what: str = "stacks") -> Reply | 
         if answer is not None and is_new and answer.request.what == what:
             return answer
     raise CommandFailed(
-        f"{gang.where} has not answered within {_PATIENCE_S:g} s. Its control node answers while current.torch.run "
+        f"{gang.where} has not answered within {patience_s:g} s. Its control node answers while current.torch.run "
         "waits: it may be in code of its own, wait for a machine, or have been killed, or have a clock that is 10 "
         f"minutes from this one's. To see what is known of it: {stored.program} show {gang.where}."
     )
 
 
-def answer_of(stored: StoredGangs, gang: StoredGang, what: str) -> Reply:
+def answer_of(stored: StoredGangs, gang: StoredGang, what: str, of: dict[str, Any] = _NOTHING) -> Reply:
     """Return the answer to a request; raise an error if the gang has ended."""
-    if (answer := ask(stored, gang, what)) is None:
+    if (answer := ask(stored, gang, what, of)) is None:
         show = f"{stored.program} show {gang.where}"
         raise CommandFailed(f"{gang.where} has ended, so none of its workers runs. To see how it ended: {show}.")
     return answer

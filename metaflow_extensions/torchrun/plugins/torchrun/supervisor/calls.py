@@ -22,7 +22,7 @@ _WAIT = 2**63
 _SETTLE_S = 0.05
 
 
-class Calls:
+class CallCounts:
     """The pages of one generation on this node."""
 
     def __init__(self, workers: Workers) -> None:

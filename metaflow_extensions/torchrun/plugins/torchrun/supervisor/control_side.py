@@ -40,7 +40,7 @@ _AT_ONCE = 64  # so many are accepted before others have their turn
 # Delay before a node whose task has ended is reported: its own last message says more, and should come first.
 _REPORT_GONE_S = 0.2
 # Nodes answer within a shorter time (`gang.limits`).
-_REQUEST_S, _REQUEST_LOOK_S = 40.0, 0.1
+_REQUEST_S, _PROFILE_S, _REQUEST_LOOK_S = 40.0, 300.0, 0.1
 _CLOSED = "its connection to the control node was closed: its supervisor process or its machine is gone"
 
 
@@ -117,12 +117,18 @@ class ControlSide(Side):
     async def _follow(self, node: int, task: Process) -> None:
         self.gone(node, f"its task {await end_of(task)}")
 
-    async def request(self, asked: str, what: str) -> Plain | None:
+    async def request(self, asked: str, what: str, of: dict[str, Any]) -> Plain | None:
         """Do what a command asks, see `Request`; return the answer, or None if none comes in time."""
         gang = self.gang
-        ask, answered = (gang.ask_stop, gang.stop_answer) if what == STOP else (gang.ask_stacks, gang.answer)
-        self._step(ask, asked)
-        deadline = self._loop.time() + _REQUEST_S
+        answered, deadline = gang.answer, self._loop.time() + (_PROFILE_S if what == "profile" else _REQUEST_S)
+        if what == "profile":
+            self._step(gang.ask_profile, asked, of)
+            answered = gang.profile_answer
+        elif what == STOP:
+            self._step(gang.ask_stop, asked)
+            answered = gang.stop_answer
+        else:
+            self._step(gang.ask_stacks, asked)
         while self._loop.time() < deadline:
             await asyncio.sleep(_REQUEST_LOOK_S)
             if (answer := answered(asked)) is not None:

@@ -31,11 +31,12 @@ from .agent import (
     left_behind_line,
 )
 from .call import Call
-from .calls import Calls
+from .calls import CallCounts
 from .command import HALT_SIGNAL, agent_command, agent_environment, make_folder, shown_command
 from .ends import Held
 from .hang_observer import HangObserver, answer
 from .pipes import AGENT, LogReader, Write, pipe_path
+from .profiles import profile
 from .progress_observer import FOLDER, ProgressObserver, metrics_folder
 from .side import Side
 from .usage_observer import UsageObserver
@@ -101,7 +102,7 @@ class Generation:
                 begin = partial(warm.start, command, call.nproc if call.has_warm_workers else 0)
             self._agent = new_agent(command, env, options, begin)
             self._workers = Workers(call, go, side, folder, self._logs, self._agent)
-            self._calls = Calls(self._workers)
+            self._calls = CallCounts(self._workers)
             self._observers = dict[str, Any]()
             for kind, make in _OBSERVERS.items():
                 with self._guarded(kind):
@@ -123,9 +124,7 @@ class Generation:
         elif isinstance(news, Stop):
             self._obey(news)
         elif isinstance(news, Ask) and news.generation == self._go.generation:
-            is_stop = news.asked == STOP
-            found = self._calls.hold(needs_all=True) if is_stop else answer(self._workers, news.asked)
-            self._answers.begin(self._tell("calls" if is_stop else "stacks", found))
+            self._answers.begin(self._answer(news.asked))
         elif isinstance(news, StopAt) and news.generation == self._go.generation:
             self._calls.stop_at(news.call)
         if not self._is_stopping or failed:
@@ -137,6 +136,14 @@ class Generation:
             self._side.say("worker_failed", f"{failed}; stopping all nodes")
             self._side.send(Failed(self._go.launch, self._go.generation, self._failures()))
             self._stop()
+
+    async def _answer(self, asked: Any) -> None:
+        if asked == STOP:
+            await self._tell("calls", self._calls.hold(needs_all=True))
+        elif isinstance(asked, dict):
+            await self._tell("profile", profile(self._workers, asked))
+        else:
+            await self._tell("stacks", answer(self._workers, asked))
 
     def _obey(self, stop: Stop) -> None:
         # Another node may have logged the reason in this terminal.

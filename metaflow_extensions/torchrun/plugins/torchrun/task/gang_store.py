@@ -123,7 +123,7 @@ class GangStore:
                 registry.save(Reply(self._request, time.time(), data))
         request = registry.load(Request)
         if request is not None and request != self._request:
-            self._request, self._answer = request, link.ask("request", request.id, request.what)
+            self._request, self._answer = request, link.ask("request", request.id, request.what, request.of)
 
     def store_now(self) -> None:
         """Store what is known now, within some seconds, or until this node must end."""

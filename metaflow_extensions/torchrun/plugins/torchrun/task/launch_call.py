@@ -28,7 +28,7 @@ from ..result import TorchrunResult
 from ..supervisor.call import Call, Outcome
 from . import console
 from .function_call import FunctionCall
-from .launch_outputs import upload
+from .launch_outputs import PART_BYTES, upload
 from .member import Member
 from .transfer import Begin, ToTell, Transfer, TransferFailed
 
@@ -127,6 +127,22 @@ class LaunchCall:
                 self._store(store)
             finally:
                 self._member.uploads = False
+
+        elif what == "profile":
+            self._store_profile(*rest)
+
+    def _store_profile(self, path: str, asked: str, launch: int, generation: int) -> None:
+        """Store a trace in the job's thread, and tell the gang where."""
+        member, store = self._member, self._datastore
+        assert store is not None, "a command asks by it"
+
+        def do(_: Begin) -> None:
+            with open(path, "rb") as file:
+                parts = [store.save(data) for data in iter(partial(file.read, PART_BYTES), b"")]
+            member.send(Report("profile", launch, generation, {"id": asked, "parts": parts}))
+
+        with suppress(RuntimeError):  # no more threads
+            member.job = Transfer(do, self._link.wake)
 
     def _place(self, group: Group | None) -> None:
         """Take the place that this node has in the last generation."""

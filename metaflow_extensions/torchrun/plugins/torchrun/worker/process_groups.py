@@ -59,3 +59,18 @@ def _serve(folder: str) -> None:
     finally:
         level.value = before
         os.close(parent)
+    with suppress(ImportError):
+        from torch._C._distributed_c10d import _register_handler
+
+        _register_handler("torchrun_profile", _profile)
+
+
+def _profile(request: Any, response: Any) -> None:
+    """Answer with what torch's own handler makes (torch 2.13 and 2.14); imported only now, with torch's profiler."""
+    try:
+        from torch.distributed.debug import _handlers
+
+        _handlers._torch_profile(request, response)
+    except Exception as error:
+        response.set_status(501)
+        response.set_content(f"{type(error).__name__}: {error}".encode(), "text/plain")
