@@ -1,4 +1,4 @@
-"""Trains a classifier on all ranks, validates it, and goes on from its last checkpoint. Plain PyTorch, but for `report`."""
+"""Trains a classifier on all ranks, validates it, and goes on from its last checkpoint. Plain PyTorch, but for two lines."""
 
 import argparse
 import gc
@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from metaflow_torchrun import report
+from metaflow_torchrun import report, stopping
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
@@ -67,8 +66,10 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         begin = last["epoch"] + 1
         if rank == 0:
             print(f"goes on after epoch {last['epoch']}")
-    parallel = DistributedDataParallel(model)
+    parallel = nn.parallel.DistributedDataParallel(model)
     for epoch in range(begin, args.epochs):
+        if stopping():
+            break  # before a spot loss, or by `torchrun stop`: the epochs before are saved
         sampler.set_epoch(epoch)
         for number, (points, labels) in enumerate(loader, epoch * len(loader)):
             optimizer.zero_grad()
