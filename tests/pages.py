@@ -140,16 +140,20 @@ def indented(text: str) -> str:
 def flow_of_pages() -> str:
     """Return one flow with all steps of the pages, each a branch with a gang of one node, or as many as it says.
 
-    One more step has all lines.
+    One more step has all lines, but those of a single node: `start` has them, which is no gang.
     """
     blocks = run_in_one_flow()
     steps = [block.text for block in blocks if block.kind == "step"]
     lines = [block for block in blocks if block.kind == "lines"]
-    calls = [f"lines_{number}(self)\nprint('ran', {key(block)!r})\n" for number, block in enumerate(lines)]
-    steps.append(f"@torchrun\n@step\ndef train(self):\n{indented(''.join(calls))}")
+    calls = {"here": "", "in a gang": ""}
+    for number, block in enumerate(lines):
+        where = "here" if "TorchrunSingleNodeMultiGPU" in block.text else "in a gang"
+        calls[where] += f"lines_{number}(self)\nprint('ran', {key(block)!r})\n"
+    steps.append(f"@torchrun\n@step\ndef train(self):\n{indented(calls['in a gang'])}")
     text = _HEAD + "".join(f"def lines_{number}(self):\n{indented(each.text)}\n\n" for number, each in enumerate(lines))
     branches = ", ".join(f"self.before_{number}" for number in range(len(steps)))
-    text += f"class Pages(FlowSpec):\n    @step\n    def start(self):\n        self.next({branches})\n"
+    start = f"@step\ndef start(self):\n{indented(calls['here'])}    self.next({branches})\n"
+    text += f"class Pages(FlowSpec):\n{indented(start)}"
     for number, each in enumerate(steps):
         whole = each if "self.next(" in each else f"{each}    self.next(self.join)\n"
         named = whole.replace("def train(self)", f"def train_{number}(self)").replace(
