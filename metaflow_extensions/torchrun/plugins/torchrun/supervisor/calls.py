@@ -32,7 +32,7 @@ class CallCounts:
         self._pages: dict[int, memoryview] = {}  # by global rank
         for local_rank, rank in enumerate(workers.call.ranks):
             with open(os.path.join(folder, f"{local_rank}.calls"), "w+b") as file:
-                file.truncate(mmap.PAGESIZE)
+                os.posix_fallocate(file.fileno(), 0, mmap.PAGESIZE)  # on a full disk a hole would kill who touches it
                 self._pages[rank] = memoryview(mmap.mmap(file.fileno(), mmap.PAGESIZE)).cast("Q")
 
     def calling(self) -> list[int]:
