@@ -859,13 +859,14 @@ class Gang:
         is_counted = not is_move and cause.category != "preempted"
         launch.moves += is_move
         launch.uncounted += not is_counted
-        self.phase, launch.restarts_for = Phase.PAUSING, cause
+        self.phase, launch.restarts_for = Phase.PAUSING, None if is_move else cause
         launch.forget_failures()
         for each, why in sorted(launch.leaving.items()):  # they are about to go
             self._tell_to_end(self.nodes[each], why)
         for node in [self.nodes[each] for each in sorted(self._gone)]:
             self._leave_out(node, node.lost("it has left"))
-        launch.again = f"all workers start again, because {FailureText(cause).who} {headline(cause.what)}"
+        what = "failed: another program took the port of the rendezvous" if is_move else headline(cause.what)
+        launch.again = f"all workers start again, because {FailureText(cause).who} {what}"
         if is_counted:
             count = launch.generation + 1 - launch.uncounted
             launch.again = f"restart {count} of {launch.policy.max_restarts}: {launch.again}"
