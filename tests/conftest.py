@@ -1,6 +1,7 @@
 """Every test must leave the process as it found it."""
 
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -41,6 +42,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-timeout looks for its limit
 def pytest_configure(config: pytest.Config) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # `pytest &` has it ignored, which gangs inherit and heed
     places = [Path(arg.partition("::")[0]).absolute() for arg in config.args]
     measure(with_torch=not all(place.is_relative_to(_UNIT) for place in places))
     if config.option.timeout is None:
