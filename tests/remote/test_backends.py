@@ -67,7 +67,7 @@ def test_what_the_workers_leave_is_read_by_later_steps_and_on_the_command_line(r
     flow = run_remote("--with", backend.name, flow="outputs.py", name="OutputsFlow", source=FLOWS)
     end = flow.told("NOTE end")
     assert len(end["of all"][0]) == len(end["failed"][0]) == 6
-    assert end["failed"][1]["1 failing 模型/shards/1.bin"] == "111111111"
+    assert end["failed"][1]["0 failing 模型/shards/0.bin"] == "000000000"
     seen = Seen(flow)
     assert "python outputs.py torchrun outputs " in seen.show()
     listed = seen.outputs("--launch", "0", "--node", "1").splitlines()[

@@ -110,7 +110,7 @@ def test_a_gang_whose_pods_are_all_deleted_runs_once_an_attempt_and_its_record_s
     for rank in range(4):
         flow.await_line(f"[rank {rank}] word ", 200)
     seen = Seen(flow)
-    while "go" not in [event["kind"] for event in seen.data()["events"]]:  # it is stored every five seconds
+    while "go" not in [event["kind"] for event in seen.data()["events"]]:  # it is stored every ten seconds
         time.sleep(1.0)
     for pod in cluster.await_pods(flow, 2):
         cluster.delete(pod, 0)
