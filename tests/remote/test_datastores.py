@@ -113,7 +113,7 @@ def test_outputs_are_read_by_later_steps_and_by_the_client(run_on: RunFlow, tmp_
     flow = run_on(store, flow="outputs.py", stand_in=True, timeout_s=240)
     end = flow.note("end")
     assert len(end["of all"][0]) == len(end["failed"][0]) == 6
-    assert end["failed"][1]["0 failing 模型/shards/0.bin"] == "000000000"
+    assert end["failed"][1]["1 failing 模型/shards/1.bin"] == "111111111"
     told = ask(READ_OUTPUTS, f"OutputsFlow/{flow.run_id}", str(tmp_path / "there"), folder=tmp_path, env=flow.env)
     assert (told["alone"], told["part"]) == ([[0], ["alone-0.json"]], "111")
     large = {f"good 模型/shards/{node}.bin": 3_000_000 for node in (0, 1)}

@@ -43,6 +43,8 @@ SILENT = [
     ),
     *((220, "end"), (222, "go", True), (230, "run"), (260, "end"), (260, "own_code")),
 ]
+# A hang: 20 s of progress, and 100 s until it is ended.
+HANGS = [(0, "waiting"), (0, "go"), (10, "step", 1), (30, "step", 20), (130, "end"), (140, "own_code")]
 # A second failure before the steps of the first are done again: steps 1 to 10 three times, 11 to 20 twice.
 TWICE = [
     *((0, "waiting"), (0, "go"), (10, "step", 1), (30, "step", 20), (30, "end"), (30, "go", True), (40, "step", 1)),
@@ -69,9 +71,16 @@ TWICE = [
         (
             TWICE,
             100,
-            {"start": 10, "progress": 40, "restarts": 50},
-            "40 % of 1 min 40 s was progress. Start 10 s; 2 restarts cost 50 s: 30 steps were done twice.",
+            {"start": 10, "progress": 20, "restarts": 50, "end": 20},
+            "20 % of 1 min 40 s was progress. Start 10 s; ending 20 s; 2 restarts cost 50 s: 30 steps were done twice.",
         ),
+        (
+            HANGS,
+            140,
+            {"start": 10, "progress": 20, "end": 110},
+            "14 % of 2 min 20 s was progress. Start 10 s; ending 1 min 50 s.",
+        ),
+        (HANGS[:4], 40, {"start": 10, "progress": 30}, "75 % of 40 s was progress. Start 10 s."),
         ([(3, "waiting")], 5, {"own_code": 3, "waiting": 2}, "Of 5 s: the step's own code 3 s; waiting for nodes 2 s."),
     ],
 )
@@ -99,8 +108,16 @@ def test_a_gang_tells_it_with_the_verdict():
             gang.fail(crash())
     gang.all_ended()
     (of_control,), (of_member,) = (gang.got(node, "Verdict") for node in (0, 1))
-    # Steps 3 to 5 are done again, in 6 s; so the restart costs 26 s.
-    wanted = {"own_code_s": 10, "start_s": 20, "progress_s": 18, "restarts_s": 26, "restarts": 1, "twice": 3}
+    # Steps 3 to 5 are done again, in 6 s; so the restart costs 26 s, and 2 s from the last step to the failure.
+    wanted = {
+        "own_code_s": 10,
+        "start_s": 20,
+        "progress_s": 14,
+        "restarts_s": 28,
+        "end_s": 2,
+        "restarts": 1,
+        "twice": 3,
+    }
     told = of_control.goodput
     assert {name: told[name] for name in wanted} == wanted
     assert told["total_s"] == sum(each for name, each in told.items() if name.endswith("_s") and name != "total_s")

@@ -35,7 +35,7 @@ REFUSED = [
     (parsing.parse_whole, "at least 0", [-1, "-1", "many", 1.5, True]),
     (parsing.parse_seconds, "a number of seconds above 0", [None, 0, -1, "x", "nan", float("inf"), True, [], 10**400]),
     (partial(parsing.parse_seconds, zero=True), "a number of seconds of at least 0", [-0.1, -1, "nan", None]),
-    (parsing.parse_restart_on, "never started again. .*Metaflow's @retry", ["often", "user,store", "before_run"]),
+    (parsing.parse_restart_on, "no class of failures .*Metaflow's @retry", ["often", "user,store", "before_run"]),
     (parsing.parse_restart_on, "a list", [3, ["user", 3]]),
     (parsing.parse_outputs, "a list of files", [3, {"a": "b"}, [3], [["a"]], ["a", None], b"a", True]),
     (

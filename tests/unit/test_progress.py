@@ -51,7 +51,7 @@ def test_rank_0s_points_become_series_with_last_values_and_the_time_left(kept):
     kept.says((10, {"loss": 3.0, "lr": 0.1}), (20, {"loss": None}), pace=Pace(2.0), total=100.0)
     kept.says(node=1, pace=Pace(1.0))
     kept.tick(5.0)
-    own = {"launch": 0, "step": 20, "done": 20, "total": 100.0, "steps_per_s": 2.0, "left_s": 40.0}
+    own = {"launch": 0, "step": 20, "done": 20, "total": 100.0, "from_0": False, "steps_per_s": 2.0, "left_s": 40.0}
     series = {"loss": [(10, 3.0), (20, None)], "lr": [(10, 0.1)]}
     assert kept.record == {**own, "last": {"loss": None, "lr": 0.1}, "series": series}
 
@@ -103,17 +103,17 @@ def test_the_log_has_a_line_soon_after_the_first_report_and_then_one_a_minute(ke
     for now in range(0, 200, 5):
         firsts.append(kept.says((now, {"loss": 1 / (now + 1)}), pace=Pace(1.0), total=200.0, at_s=now))
         said += [(now, line) for line in kept.tick(now)]
-    assert firsts == ["step 0 of 200 (0 %), 1 steps/s, 3 min 20 s left, loss 1", *[""] * 39]
+    assert firsts == ["step 1 of 200 (0 %), 1 steps/s, 3 min 19 s left, loss 1", *[""] * 39]
     assert said == [
-        (10, "step 10 of 200 (5 %), 1 steps/s, 3 min 10 s left, loss 0.09091"),
-        (70, "step 70 of 200 (35 %), 1 steps/s, 2 min 10 s left, loss 0.01408"),
-        (130, "step 130 of 200 (65 %), 1 steps/s, 1 min 10 s left, loss 0.007634"),
-        (190, "step 190 of 200 (95 %), 1 steps/s, 10 s left, loss 0.005236"),
+        (10, "step 11 of 200 (5 %), 1 steps/s, 3 min 9 s left, loss 0.09091"),
+        (70, "step 71 of 200 (35 %), 1 steps/s, 2 min 9 s left, loss 0.01408"),
+        (130, "step 131 of 200 (65 %), 1 steps/s, 1 min 9 s left, loss 0.007634"),
+        (190, "step 191 of 200 (95 %), 1 steps/s, 9 s left, loss 0.005236"),
     ]
     for now in range(200, 500, 5):  # rank 0 stands still, and another rank of its node goes on
         kept.take(0, 0, to_plain(Metrics({1: Pace()}, {}, 195, 200.0)), now)
         said += kept.tick(now)
-    assert said[4:] == ["step 195 of 200 (97 %), loss 0.005102"]
+    assert said[4:] == ["step 196 of 200 (98 %), loss 0.005102"]
     kept.begin(1)
     assert kept.tick(501) == [], "what the launch before had reported is no news of this one"
     assert kept.says((1, {"loss": 1.0}), at_s=600, launch=1) == "step 1, loss 1"

@@ -112,7 +112,9 @@ class LaunchHung(LaunchFailed):
 class TorchrunPreempted(LaunchFailed):
     """A node's task was told to stop (SIGTERM), or its machine is taken away (spot notice)."""
 
-    remedy = "With Metaflow's @retry, or by `resume`, a new gang starts, and a script that loads its snapshot goes on."
+    remedy = (
+        "With Metaflow's @retry, or by `resume`, a new gang starts, and a script that loads its checkpoint goes on."
+    )
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -41,6 +41,7 @@ class OutputFile:
     node: int
     modified: float
     _parts: tuple[str, ...] = field(default=(), repr=False)  # keys in the datastore: the same for the same content
+    _mode: int = field(default=0o644, repr=False)
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,7 +80,7 @@ class Outputs:
 
     def __iter__(self) -> Iterator[OutputFile]:
         found = [
-            OutputFile(row["name"], row["size"], node, row["modified"], tuple(row["parts"]))
+            OutputFile(row["name"], row["size"], node, row["modified"], tuple(row["parts"]), row["mode"])
             for node, content in self._lists.items()
             for row in content["files"]
         ]
@@ -161,6 +162,7 @@ class Outputs:
                 whole = Path(beside, "file")  # moved to its place when it is that
                 with open(whole, "wb") as target:
                     target.writelines(map(self._load, file._parts))
+                os.chmod(whole, file._mode)
                 os.utime(whole, (file.modified, file.modified))
                 os.replace(whole, place)
         return folder

@@ -127,9 +127,10 @@ def parse_restart_on(value: Any, setting: str) -> frozenset[str]:
     known = ", ".join(RETRY_CLASSES)
     names = _names_in(value, setting, f"it must be a list out of {known}")
     for name in sorted(set(names).difference(RETRY_CLASSES)):
+        hint = did_you_mean(name, RETRY_CLASSES)
         raise TorchrunConfigError(
-            f"{setting} has {name!r}, after which workers are never started again. Choose out of {known}; Metaflow's @retry "
-            "starts a new gang after all others."
+            f"{setting} has {name!r}, which is no class of failures after which workers are started again.{hint} Choose out "
+            f"of {known}; Metaflow's @retry starts a new gang after all others."
         )
     return frozenset(names)
 

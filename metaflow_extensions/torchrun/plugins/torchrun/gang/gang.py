@@ -673,8 +673,10 @@ class Gang:
                     launch.is_silent = False
                     self._see("progress", f"first report read: {first}", node, rank=0)
                 view.progress = self.progress.record
-                if data.get("step") is not None:  # rank 0's
-                    view.goodput.step(data["step"], view.now_s)
+                if data.get("step") is not None:  # rank 0's; of some steps in one report the first tells where it began
+                    began = min((points[0][0] for points in data["points"].values() if points), default=data["step"])
+                    for step in sorted({began, data["step"]}):
+                        view.goodput.step(step, view.now_s)
             case "hangs":
                 launch.active_at, launch.has_begun = max(launch.active_at, self._now - data["age_s"]), True
             case "stacks":

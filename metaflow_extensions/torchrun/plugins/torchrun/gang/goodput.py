@@ -28,18 +28,21 @@ class Goodput:
     run_s: float | None = None  # since when all workers of a start run
     restarts: int = 0
     best: int | None = None  # the highest step of the launch
+    best_s: float = 0.0  # when it was reported: what comes after it is progress only if another one does
     first: int | None = None  # the first step of this generation
     twice: int = 0  # steps that were done again, without those of this generation
     again: int = 0  # those
 
     def enter(self, what: Class, at_s: float) -> None:
         """End the present class, and begin another one."""
-        at = self.since_s
+        if self.now == "progress" and what != "end":
+            self.enter("end", at_s)
+        at, ended_s = self.since_s, self.best_s if self.now == "progress" else at_s
         if self.now in ("start", "restarts") and self.run_s is not None and self.best is None and what != "progress":
             self._add(self.now, self.run_s - at)  # no step was reported: it is over when all run
             self.now, at = "runs", self.run_s
-        self._add(self.now, at_s - at)
-        self.now, self.since_s, self.run_s = what, at_s, None
+        self._add(self.now, ended_s - at)
+        self.now, self.since_s, self.run_s = what, ended_s, None
 
     def _add(self, what: str, seconds: float) -> None:
         self.seconds[what] = self.seconds.get(what, 0.0) + seconds
@@ -52,6 +55,8 @@ class Goodput:
             self.enter("start", at_s)
             return
         self.restarts += 1
+        if self.now == "progress":
+            self.enter("end", at_s)
         if self.now == "end":
             self.now = "restarts"
         self.enter("restarts", at_s)
@@ -67,13 +72,14 @@ class Goodput:
             self.again = max(0, min(step, self.best) - self.first + 1)
         if self.best is not None and step <= self.best:
             return
-        self.best = step
+        self.best, self.best_s = step, at_s
         if self.now in ("start", "restarts"):
             self.enter("progress", at_s)
 
     def until(self, now_s: float) -> dict[str, Any]:
         """Return what is known: seconds by class, their sum, the share of progress, restarts, steps done twice."""
         closed = Goodput(**{**asdict(self), "seconds": {**self.seconds}})
+        closed.best_s = now_s  # while it runs, another step is in the making
         closed.enter("end", now_s)
         progress = closed.seconds.get("progress")
         found: dict[str, Any] = {f"{name}_s": round(each, 3) for name, each in closed.seconds.items() if each > 0}
@@ -92,7 +98,8 @@ def said(told: Mapping[str, Any]) -> str:
     parts = {what: told.get(f"{what}_s", 0.0) for what in _SAID}
     costs = [f"{_SAID[what]} {duration(seconds)}" for what, seconds in parts.items() if seconds >= _LEAST_S]
     if told["restarts"]:
-        again = f": {counted(told['twice'], 'step')} were done twice" if told["twice"] else ""
+        were = "was" if told["twice"] == 1 else "were"
+        again = f": {counted(told['twice'], 'step')} {were} done twice" if told["twice"] else ""
         costs.append(f"{counted(told['restarts'], 'restart')} cost {duration(told.get('restarts_s', 0.0))}{again}")
     share, whole, text = told["share"], duration(told["total_s"]), "; ".join(costs)
     if share is None:

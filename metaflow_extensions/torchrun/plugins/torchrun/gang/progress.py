@@ -86,7 +86,7 @@ class Progress:
         metrics: Metrics = from_plain(Metrics, data, "progress")
         if launch != self.record["launch"]:
             nothing = dict.fromkeys(("step", "done", "total", "steps_per_s", "left_s"))
-            self.record = {"launch": launch, **nothing, "last": {}, "series": {}}
+            self.record = {"launch": launch, **nothing, "from_0": False, "last": {}, "series": {}}
             self._series, self._node, self._has_news, self._said = {}, None, False, ""
         self._paces[node] = at_s, metrics.paces
         has_rank_0 = 0 in metrics.paces or bool(metrics.points) or metrics.step is not None
@@ -101,6 +101,9 @@ class Progress:
             for step, value in points if key in self._series or len(self._series) < MAX_KEYS else ():
                 self._series.setdefault(key, Series(MAX_POINTS)).add(step, value)
                 told["last"][key] = value
+        # Steps that count from 0: the number of the last one is one less than how many are done.
+        counted = [told["step"], *(points[0][0] for points in metrics.points.values() if points)]
+        told["from_0"] = told["from_0"] or 0 in counted
         told["series"] = {key: list(each.points) for key, each in self._series.items()}
         self._see_speed(metrics.paces.get(0, Pace()).steps_per_s)
         if is_first:
@@ -112,9 +115,10 @@ class Progress:
         told, step, total = self.record, self.record["step"], self.record["total"]
         is_known = None not in (step, total)
         told["steps_per_s"] = steps_per_s
-        told["left_s"] = max(0.0, total - step) / steps_per_s if is_known and steps_per_s else None
-        # If steps count from 0, the last one is `total` - 1.
-        told["done"] = step + 1 if has_ended_well and is_known and step + 1 == total else step
+        told["done"] = step
+        if is_known and (told["from_0"] or (has_ended_well and step + 1 == total)):
+            told["done"] = min(step + 1, total)
+        told["left_s"] = max(0.0, total - told["done"]) / steps_per_s if is_known and steps_per_s else None
 
     def ended(self, node: int, ok: bool) -> str:
         """Stop comparing a node's ranks; return the last line of a log that has told of the progress, else nothing."""

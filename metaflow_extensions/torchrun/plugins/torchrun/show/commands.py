@@ -128,7 +128,12 @@ def _as_data(place: Place, view: GangView | None) -> dict[str, Any]:
 
 @command("Show the stored logs of all nodes of a step, merged by time.")
 @click.option("--rank", type=int, default=None, help="Only what this rank has written.")
-@click.option("--node", type=int, default=None, help="Only what this node and its ranks have written.")
+@click.option(
+    "--node",
+    type=int,
+    default=None,
+    help="Only what this node and its ranks have written, or nobody names.",
+)
 @click.option(
     "--tail",
     type=click.IntRange(0),
@@ -150,7 +155,8 @@ def logs(
     """Show the logs of one gang."""
 
     def is_wanted(line: LogLine) -> bool:
-        is_its = rank in (None, line.rank) and node in (None, line.node)
+        # In the common log of a local run, a line without a label is of any node.
+        is_its = rank in (None, line.rank) and (node in (None, line.node) or (rank, line.node) == (None, None))
         return is_its or line.text.startswith(_TRUNCATED)  # its lines may be among those that are missing
 
     def printed(lines: Iterable[LogLine]) -> bool:

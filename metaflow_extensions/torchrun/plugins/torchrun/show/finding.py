@@ -15,7 +15,7 @@ from ..parsing import did_you_mean
 from .stored_gangs import StoredGang, StoredGangs, flow_program
 
 WHICH = (
-    "RUN is the number of a run; default: the latest run that was started in this folder. Name the STEP if several steps "
+    "RUN is the number of a run; default: the last that `run` started in this folder. Name the STEP if several steps "
     "of the run have @torchrun, and the TASK to choose one of a foreach."
 )
 PAUSE_S = 3.0  # between two looks of who follows a gang

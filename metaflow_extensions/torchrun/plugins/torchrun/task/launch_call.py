@@ -20,7 +20,7 @@ from ..compat.datastore import DatastoreValues
 from ..errors import LaunchFailed, TorchrunError
 from ..events import Event
 from ..gang.cause import Cause, Failure, FailureText, failed
-from ..gang.messages import Report, Store, Stored, from_wire
+from ..gang.messages import CONTROL, Report, Store, Stored, from_wire
 from ..gang.policy import Group
 from ..gang.wire import Plain, from_plain, to_plain
 from ..outputs import Outputs
@@ -52,6 +52,7 @@ class LaunchCall:
         store: DatastoreValues | None = None,
     ) -> None:
         self.call, self._function, self._outputs, self._datastore = call, function, outputs, store
+        self._own_outputs: Plain | None = None  # where those are that this node has stored of the last generation
         self._told: Mapping[str, Plain] = {}  # what the launch has left for this node
         self._member, self._link = member, member.link
         self._complete, self._number = complete, -1
@@ -187,11 +188,14 @@ class LaunchCall:
 
     @property
     def _stored_outputs(self) -> Outputs | None:
-        """The files of all nodes that have stored some; on another node than the control node, that node's."""
+        """The files of all nodes that have stored some; on another node its own, or else the control node's."""
         if self._outputs is None or self._datastore is None:
             return None
         nodes = self._told.get("outputs", {}).get("nodes", {})
-        return Outputs(self._datastore.address, {int(node): tuple(each) for node, each in nodes.items()})
+        known = {int(node): tuple(each) for node, each in nodes.items()}
+        if (own := self._own_outputs) is not None and self._member.node != CONTROL:  # of which that alone hears
+            known = {self._member.node: (own["key"], own["files"], own["size"])}
+        return Outputs(self._datastore.address, known)
 
     # --- what the workers have left
 
@@ -234,6 +238,7 @@ class LaunchCall:
     def _tell_end(self, asked: Store, storing: Transfer, found: Mapping[str, ToTell]) -> tuple[Failure, ...]:
         """Tell the log and the gang what it has stored; return why the launch fails without the rest."""
         problem, member = storing.problem(), self._member
+        self._own_outputs = found.get("outputs", (None,))[0]
         for kind, (stored, lines) in found.items():
             for line in lines if problem is None else ():
                 member.note(line)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,7 +63,8 @@ def upload(
                 begin(f"its outputs ({so_far})")
                 parts.append(store.save(data))
         if name not in left_out:
-            rows.append({"name": name, "size": done, "modified": status.st_mtime, "parts": parts})
+            row = {"name": name, "size": done, "modified": status.st_mtime, "mode": stat.S_IMODE(status.st_mode)}
+            rows.append({**row, "parts": parts})
     begin("the index of its outputs")
     # In ASCII, so that names may be of any bytes.
     key = store.save(json.dumps({"files": rows, "left_out": dict(sorted(left_out.items()))}).encode())

@@ -47,6 +47,8 @@ def report(
         # One line, which may be the last of the terminal. A hang and a timeout concern the launch as a whole.
         told = "" if cause is None or kind in ("hang", "timeout", "call") else summary(cause)
         told = f"{told[:1].upper()}{told[1:]}{'.' if told and not told.endswith(ENDS) else ''}"
+        if failure is not None and failure.cause.is_consequence:
+            told = f"{failure.before.strip()} {told}".strip()  # who had ended before tells more than a lost connection
         # A node that is told to end may be interrupted as well, and show nothing.
         where = "" if kind == "terminated" else f"Node {teller(cause)} shows the whole error."
         return " ".join(filter(None, (f"{verdict.headline}:", told, where)))
