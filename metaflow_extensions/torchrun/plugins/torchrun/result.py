@@ -72,8 +72,8 @@ class TorchrunResult(Generic[_T]):
     stopped : bool
         Whether ``python flow.py torchrun stop`` has ended the launch before its time.
     outputs : Outputs or None
-        The files that ``run(outputs=...)`` has stored; None without that argument. With ``outputs_from="all"``, only the
-        control node's result has those of all nodes; another node's has the control node's.
+        The files that ``run(outputs=...)`` has stored; None without that argument. With ``outputs_from="all"``, the
+        control node's result has those of all nodes, and another node's its own.
     """
 
     launch: int
