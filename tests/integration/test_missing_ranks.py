@@ -18,9 +18,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine import stacks
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import recorders
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.command import WORKER_HOOKS
 
-SCRIPT = Path(__file__).parent / "flows" / "missing.py"
+SCRIPT = Path(__file__).parent / "flows" / "misses.py"
 LINES = {line.strip(): number for number, line in enumerate(SCRIPT.read_text().splitlines(), 1)}
-IN_STEP = f"missing.py:{LINES['dist.all_reduce(torch.ones(size), group=group)']}"
+IN_STEP = f"misses.py:{LINES['dist.all_reduce(torch.ones(size), group=group)']}"
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_each_sentence_names_rank_operation_number_group_and_line(start, tmp_pat
     line = LINES["dist.broadcast(torch.ones(1024), 1)"]
     told(
         "Ranks of group default_pg differ in the collective that they have called as no. 5: rank 1 broadcast "
-        f"{size}, at missing.py:{line}; ranks 0, 2, 3 all_reduce (16 x float32), at {IN_STEP}."
+        f"{size}, at misses.py:{line}; ranks 0, 2, 3 all_reduce (16 x float32), at {IN_STEP}."
     )
 
 
@@ -126,5 +126,6 @@ def test_without_a_group_or_without_room_there_is_no_server(start, monkeypatch):
     assert asyncio.run(_asked(workers)) == []
     assert threads <= 1 + (os.cpu_count() or 1), "none of ours"
     assert recorders.environment(8) == {"TORCHRUN_RECORDERS": "1"}
-    monkeypatch.setattr(recorders.processes, "read", lambda path: "1024" if path.endswith("max") else "1000")
+    pids, read = {"pids.max": "1024", "pids.current": "1000"}, recorders.processes.read
+    monkeypatch.setattr(recorders.processes, "read", lambda path: pids.get(os.path.basename(path)) or read(path))
     assert recorders.environment(8) == {"TORCHRUN_RECORDERS": "0"}

@@ -102,7 +102,7 @@ def test_the_task_stores_the_trace(node):
         (answer("501 Not Implemented", b"ImportError: no such module"), "its PyTorch can't: ImportError: no such"),
         (answer("404 Not Found", b""), "its PyTorch can't: 404"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 900000000\r\n\r\n" + b"x" * 3_000_000, "its trace is larger than 2 MiB"),
-        (b"nonsense", "it can't be asked"),
+        (b"nonsense", "its answer can't be read"),
     ],
 )
 def test_a_worker_without_an_answer_is_told_of(served, why, node, monkeypatch):

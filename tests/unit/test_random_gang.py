@@ -31,7 +31,14 @@ WORDS |= {
     "peer_failed": lambda gang, node: gang.failed(node, crash(node, PEER), age_s=15.0),
     "deserts": lambda gang, node: gang.leave(node, preemption(node)),
     "say_again": lambda gang, node, back: gang.send(gang.tasks[node], gang.tasks[node].said[-back]),
-    "calls": lambda gang, node, call: gang.say(node, say.Report("calls", *gang.about(node), {"next": call})),
+    "calls": lambda gang, node, call: gang.say(
+        node,
+        say.Report(
+            "calls",
+            *gang.about(node),
+            {"next": call, "needs_all": gang.state.launch.stop is None or gang.state.launch.stop.asked is not None},
+        ),
+    ),
     "ask_stop": lambda gang: gang.post(gang.state.ask_stop(next(TASKS))),
     "hold": lambda gang, node: setattr(gang.tasks[node], "held", []),
 }

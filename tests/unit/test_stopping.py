@@ -90,6 +90,16 @@ def test_a_rank_that_never_calls_it_keeps_all_others_going_for_a_command(node):
     assert node.calls.calling() == []
 
 
+def test_without_room_for_a_page_ranks_train_and_are_not_told_to_stop(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    node = Node(tmp_path)
+    assert node.start(0, 0.0, 20).communicate()[0] == ""
+    assert (node.hold(), node.calls.calling()) == (0, [])
+
+
 def test_outside_of_a_launch_it_is_false(tmp_path, monkeypatch):
     assert not stopping()
     monkeypatch.setenv("TORCHRUN_CALLS", str(write(tmp_path / "folder" / "file", "")) + "-gone")
@@ -104,14 +114,14 @@ def test_outside_of_a_launch_it_is_false(tmp_path, monkeypatch):
         ("id", {0: 7}, True, 0, "node 1 did not answer in time"),
         ("id", {0: 7, 1: 0}, False, 0, "node 1: not all ranks there have called metaflow_torchrun.stopping()"),
         (None, {0: 7, 1: 0}, False, 7, None),  # all end in any case
-        (None, {0: 0, 1: 0}, False, 0, None),
+        (None, {0: 0, 1: 0}, False, 0, "nodes 0, 1: not all ranks there have called metaflow_torchrun.stopping()"),
     ],
 )
 def test_the_call_is_named_when_all_nodes_have_told(asked, told, is_late, call, why):
     stop = AgreedStop(asked, next=told)
     assert stop.decide([0, 1], is_late) is (call is not None)
     assert stop.call == call
-    assert why is None or stop.why_not([0, 1]) == why
+    assert stop.why == (why or "")
     assert not stop.decide([0, 1], is_late=call is not None)  # once
 
 
@@ -121,9 +131,9 @@ def running():
     return gang
 
 
-def calls(gang, *told):
+def calls(gang, *told, needs_all=True):
     for node, call in enumerate(told):
-        gang.say(node, say.Report("calls", 0, 0, {"next": call}))
+        gang.say(node, say.Report("calls", 0, 0, {"next": call, "needs_all": needs_all}))
 
 
 def test_a_command_ends_a_launch_well_for_all():
@@ -136,13 +146,14 @@ def test_a_command_ends_a_launch_well_for_all():
     assert gang.state.stop_answer("id") == {"id": "id", "call": 6, "why": ""}
     gang.all_ended()
     assert [(end.error, end.stopped) for end in gang.got(1, "Verdict")] == [(None, True)]
+    gang.post(gang.state.ask_stop("late"))
     assert gang.state.stop_answer("another")["why"] == "no worker runs, or they are about to end"
 
 
 def test_a_command_stops_nothing_where_a_node_does_not_answer():
     gang = running()
     gang.post(gang.state.ask_stop("id"))
-    gang.say(0, say.Report("calls", 0, 0, {"next": 4}))
+    gang.say(0, say.Report("calls", 0, 0, {"next": 4, "needs_all": True}))
     gang.pass_time(NODES_MARGIN_S)
     assert [at.call for at in gang.got(0, "StopAt")] == [0]
     assert gang.state.stop_answer("id")["why"] == "node 1 did not answer in time"
@@ -153,7 +164,9 @@ def test_a_command_stops_nothing_where_a_node_does_not_answer():
 def test_before_a_loss_the_ranks_stop_at_one_call():
     gang = running()
     gang.failed(1, preemption())
-    calls(gang, 4, 5)
+    calls(gang, 9, 9)  # to a command's question before
+    assert gang.got(0, "StopAt") == []
+    calls(gang, 4, 5, needs_all=False)
     assert [at.call for at in gang.got(0, "StopAt")] == [5]
     gang.all_ended(ok=True)
     assert not any(end.stopped for end in gang.got(1, "Verdict"))

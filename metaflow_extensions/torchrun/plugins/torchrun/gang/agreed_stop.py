@@ -21,6 +21,7 @@ class AgreedStop:
     until: float = float("inf")  # when a command's question is given up
     next: dict[int, int] = field(default_factory=dict)  # node -> the next call of its ranks; 0: they do not call it
     call: int | None = None  # None: not known yet; 0: none stops
+    why: str = ""  # none does
 
     def decide(self, running: Collection[int], is_late: bool) -> bool:
         """Name the call, as soon as all `running` nodes have told, or a command's time is up; return whether it is new."""
@@ -30,9 +31,10 @@ class AgreedStop:
         known = [each or 0 for each in found]
         # For a command, ranks that go on would wait for those that stop. Before a loss all end in any case.
         self.call = max(known, default=0) if self.asked is None or all(known) else 0
+        self.why = "" if self.call else self._why_not(running)
         return True
 
-    def why_not(self, running: Collection[int]) -> str:
+    def _why_not(self, running: Collection[int]) -> str:
         """Say why no rank stops."""
         silent = sorted(node for node in running if node not in self.next)
         if silent:

@@ -135,6 +135,8 @@ class _Group:
             who = f"{names(behind, 'Rank')} {'has' if len(behind) == 1 else 'have'} not called {what}"
             at = self._at(behind, "; it is at " if len(behind) == 1 else "; they are at ")
             return f"{who}{at}. {self._wait('it')}", behind
+        if unknown and self._silent.keys().isdisjoint(unknown):  # they could not be asked: nobody is to blame for that
+            return "", ()
         if unknown:
             whys: dict[str, list[int]] = defaultdict(list)
             for rank in unknown:

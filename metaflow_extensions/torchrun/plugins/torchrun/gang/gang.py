@@ -201,8 +201,8 @@ class Gang:
         if stop is None or stop.asked != asked:
             return {"id": asked, "call": 0, "why": "no worker runs, or they are about to end"}
         if stop.call is None:
-            return None
-        return {"id": asked, "call": stop.call, "why": "" if stop.call else stop.why_not(launch.running)}
+            return None if launch.running else {"id": asked, "call": 0, "why": "its workers have ended meanwhile"}
+        return {"id": asked, "call": stop.call, "why": stop.why}
 
     def ask_profile(self, asked: Any, of: dict[str, Any]) -> list[Outgoing]:
         """Have the node of a rank profile it for some seconds; `profile_answer` has where the trace is stored."""
@@ -681,7 +681,7 @@ class Gang:
                 launch.active_at, launch.has_begun = max(launch.active_at, self._now - data["age_s"]), True
             case "stacks":
                 self.stacks.take(index, data)
-            case "calls" if launch.stop is not None:
+            case "calls" if launch.stop is not None and data["needs_all"] == (launch.stop.asked is not None):
                 launch.stop.next[index] = data["next"]
             case "profile" if data["id"] == self._profile.get("id"):
                 self._profile = data

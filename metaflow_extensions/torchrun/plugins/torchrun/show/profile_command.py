@@ -25,8 +25,9 @@ from .stacks_command import answer_of
 def profile(obj: Any, gang: str, rank: int, seconds: float, to: str | None, attempt: int | None) -> None:
     """Ask for a profile, and write it to a file."""
     path = to or f"trace-rank{rank}.json"
-    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or os.curdir):
-        raise CommandFailed(f"{path} can't be written: name a file in a folder that is there.")
+    folder = os.path.dirname(path) or os.curdir
+    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise CommandFailed(f"{path} can't be written: name a file in a folder that is there, and yours.")
     stored, found = find_one(obj, gang, attempt)
     click.echo(f"Profiling rank {rank} of {found.where} for {seconds:g} s; the trace takes some time more.", err=True)
     told = answer_of(stored, found, "profile", {"rank": rank, "seconds": seconds}).data

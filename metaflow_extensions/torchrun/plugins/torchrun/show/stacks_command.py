@@ -23,7 +23,7 @@ from .parts import printable
 from .stored_gangs import StoredGang, StoredGangs
 
 _WATCH_S = 5.0
-# The control node looks for requests every 5 s in an object store (`task/gang_store`), and needs some seconds to answer.
+# The control node looks for requests every 2 s (`task/gang_store`), and needs some seconds to answer.
 _PATIENCE_S, _PROFILE_S = 75.0, 330.0
 _NOTHING: dict[str, Any] = {}
 _LOOK_S, _LOOK_ON_DISK_S = 2.0, 0.2
@@ -34,7 +34,8 @@ def ask(stored: StoredGangs, gang: StoredGang, what: str = "stacks", of: dict[st
     """Store a request, and return the first answer to it or to a later one of the same kind; None: the gang is over."""
     registry = stored.registry(gang)
     before = registry.load(Reply)
-    registry.save(Request(uuid.uuid4().hex, time.time(), what, of))
+    asked = Request(uuid.uuid4().hex, time.time(), what, of)
+    registry.save(asked)
     look_s = _LOOK_S if stored.storage.kind != "local" else _LOOK_ON_DISK_S
     began = sees_end_at = time.monotonic()
     patience_s = _PROFILE_S if what == "profile" else _PATIENCE_S
@@ -46,7 +47,8 @@ def ask(stored: StoredGangs, gang: StoredGang, what: str = "stacks", of: dict[st
         time.sleep(look_s)
         answer = registry.load(Reply)
         is_new = answer is not None and (before is None or answer.request.id != before.request.id)
-        if answer is not None and is_new and answer.request.what == what:
+        # What all ranks do, or that they stop, is also another one's answer; the profile of a rank is not.
+        if answer is not None and is_new and answer.request.what == what and answer.request.of == of:
             return answer
     raise CommandFailed(
         f"{gang.where} has not answered within {patience_s:g} s. Its control node answers while current.torch.run "

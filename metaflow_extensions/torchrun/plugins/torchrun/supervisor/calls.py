@@ -1,7 +1,7 @@
-"""At which call of `metaflow_torchrun.stopping` the loops of this node's workers are, and where they shall stop.
+"""Counts the workers' calls of `metaflow_torchrun.stopping`, and tells them at which one to stop.
 
 Each worker shares a page of memory with this process. It counts its calls there, and reads its order: to go on, to wait in
-its next call, or the call at which all ranks stop. No rank waits for another one, so none can be the missing one.
+its next call until that of all ranks is known, or the call at which it stops.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any
 
 from ..gang.wire import Plain
 from .progress_observer import metrics_folder
@@ -28,30 +31,42 @@ class CallCounts:
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
         folder = metrics_folder(workers.folder)
-        os.makedirs(folder, exist_ok=True)
-        self._pages: dict[int, memoryview] = {}  # by global rank
+        with suppress(OSError):
+            os.makedirs(folder, exist_ok=True)
+        self._pages: dict[int, memoryview] = {}  # by global rank; none where there was no room on the disk
         for local_rank, rank in enumerate(workers.call.ranks):
-            with open(os.path.join(folder, f"{local_rank}.calls"), "w+b") as file:
-                os.posix_fallocate(file.fileno(), 0, mmap.PAGESIZE)  # on a full disk a hole would kill who touches it
-                self._pages[rank] = memoryview(mmap.mmap(file.fileno(), mmap.PAGESIZE)).cast("Q")
+            path = os.path.join(folder, f"{local_rank}.calls")
+            try:
+                with open(path, "w+b") as file:
+                    os.posix_fallocate(
+                        file.fileno(), 0, mmap.PAGESIZE
+                    )  # on a full disk a hole would kill who touches it
+                    self._pages[rank] = memoryview(mmap.mmap(file.fileno(), mmap.PAGESIZE)).cast("Q")
+            except OSError:  # this rank can't be told to stop, and trains
+                with suppress(OSError):
+                    os.unlink(path)
 
     def calling(self) -> list[int]:
         """Return the ranks that run and have called it."""
         return [rank for rank, page in self._pages.items() if page[_CALLS] and rank not in self._workers.codes]
 
-    async def hold(self, needs_all: bool) -> Plain:
-        """Have the ranks that call it wait in their next call; return the last of these calls, or 0 if none waits.
+    def hold(self, needs_all: bool) -> Coroutine[Any, Any, Plain]:
+        """Have the ranks that call it wait in their next call, at once; return what finds out which that is.
 
         If it `needs_all`, none waits where one that runs has never called it.
         """
         calling = self.calling()
-        if needs_all and len(calling) < len(self._pages.keys() - self._workers.codes):
+        if needs_all and len(calling) < len(set(self._workers.call.ranks) - self._workers.codes.keys()):
             calling = []
         pages = [self._pages[rank] for rank in calling]
         for page in pages:
             page[_ORDER] = page[_ORDER] or _WAIT
+        return self._next(pages, needs_all)
+
+    async def _next(self, pages: list[memoryview], needs_all: bool) -> Plain:
+        """Return the last of these ranks' next calls, or 0 if none waits."""
         await asyncio.sleep(_SETTLE_S)
-        return {"next": max(map(_next_call, pages), default=0)}
+        return {"next": max(map(_next_call, pages), default=0), "needs_all": needs_all}
 
     def stop_at(self, call: int) -> None:
         """Have all ranks that wait go on: to this call, where they stop; 0: as if nothing had been."""

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -137,13 +137,12 @@ class Generation:
             self._side.send(Failed(self._go.launch, self._go.generation, self._failures()))
             self._stop()
 
-    async def _answer(self, asked: Any) -> None:
+    def _answer(self, asked: Any) -> Coroutine[Any, Any, None]:
         if asked == STOP:
-            await self._tell("calls", self._calls.hold(needs_all=True))
-        elif isinstance(asked, dict):
-            await self._tell("profile", profile(self._workers, asked))
-        else:
-            await self._tell("stacks", answer(self._workers, asked))
+            return self._tell("calls", self._calls.hold(needs_all=True))
+        if isinstance(asked, dict):
+            return self._tell("profile", profile(self._workers, asked))
+        return self._tell("stacks", answer(self._workers, asked))
 
     def _obey(self, stop: Stop) -> None:
         # Another node may have logged the reason in this terminal.

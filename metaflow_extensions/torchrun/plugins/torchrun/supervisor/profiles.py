@@ -40,27 +40,34 @@ class _Worker(HTTPConnection):
 
 
 async def profile(workers: Workers, asked: Mapping[str, Any]) -> Plain | None:
-    """Profile a rank, and have the task store the trace; return why that can't be."""
+    """Profile a rank, and have the task store the trace; return a report that says why that can't be."""
     rank, seconds = asked["rank"], asked["seconds"]
-    folder = worker_folder(workers.folder, rank - workers.call.global_rank(0))
     path = os.path.join(workers.folder, f"profile-{asked['id']}.json.gz")
     why = f"rank {rank} does not run"
     if rank in workers.running():
+        local_rank = rank - workers.call.global_rank(0)
         try:
-            why = await _DISK.within(seconds + _EXPORT_S, _fetch, folder, seconds, path)
+            why = await _DISK.within(seconds + _EXPORT_S, _fetch, workers.folder, local_rank, seconds, path)
         except TimeoutError:
             why = f"rank {rank} has not answered within {seconds + _EXPORT_S:g} s, or another profile is being made"
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
     if why:
+        with suppress(OSError):
+            os.unlink(path)
         return {"id": asked["id"], "why": why}
     workers.side.tell_task("profile", path, asked["id"], workers.go.launch, workers.go.generation)
     return None
 
 
-def _fetch(folder: str, seconds: float, path: str) -> str:
+def _fetch(log_dir: str, local_rank: int, seconds: float, path: str) -> str:
     """Write the trace to a file; return why there is none."""
-    worker = _Worker(folder, seconds + _EXPORT_S)
+    worker = _Worker(worker_folder(log_dir, local_rank), seconds + _EXPORT_S)
     try:
-        worker.request("POST", f"/handler/torchrun_profile?duration={seconds:g}")
+        try:
+            worker.request("POST", f"/handler/torchrun_profile?duration={seconds:g}")
+        except OSError as error:
+            return f"it can't be asked ({error}): it has no process group, or its PyTorch has no server for it"
         answer = worker.getresponse()
         if answer.status != 200:
             return f"its PyTorch can't: {answer.read(_PIECE).decode(errors='replace')[:300] or answer.status}"
@@ -71,8 +78,8 @@ def _fetch(folder: str, seconds: float, path: str) -> str:
                 if size > MAX_BYTES:
                     return f"its trace is larger than {MAX_BYTES / _PIECE:g} MiB: profile fewer seconds"
                 file.write(piece)
-    except (OSError, HTTPException) as error:
-        return f"it can't be asked ({error}): it has no process group, or its PyTorch has no server for it"
+    except HTTPException as error:
+        return f"its answer can't be read: {error}"
     finally:
         with suppress(OSError):
             worker.close()

@@ -9,6 +9,7 @@ import asyncio
 import json
 import math
 import os
+import resource
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -30,7 +31,7 @@ _DISK = Aside("torchrun-recorders")
 
 
 def environment(nproc: int) -> dict[str, str]:
-    """Return the variable that lets workers start torch's server if cgroups leave room for its threads.
+    """Return the variable that lets workers start torch's server if cgroups and the user's limit leave room for its threads.
 
     It has one for each CPU, and ends the process if one can't start (httplib in torch 2.13).
     """
@@ -38,6 +39,9 @@ def environment(nproc: int) -> dict[str, str]:
         [processes.read(f"{at}/pids.{each}").strip() for each in ("max", "current")] for at in own_folders("pids")
     )
     free = min((int(most) - int(now) for most, now in limits if most.isdigit() and now.isdigit()), default=math.inf)
+    own_limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if own_limit != resource.RLIM_INFINITY:  # of all threads of the user; the machine has at least as many
+        free = min(free, own_limit - int(processes.read("/proc/loadavg").split()[3].partition("/")[2]))
     threads = nproc * (max(8, os.sysconf("SC_NPROCESSORS_ONLN")) + 1)
     return {"TORCHRUN_RECORDERS": "1" if free >= _ROOM * threads else "0"}
 

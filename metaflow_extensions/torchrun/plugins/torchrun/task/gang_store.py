@@ -121,7 +121,7 @@ class GangStore:
             number, self._answer = self._answer, None
             if (data := link.pop_answer(number)) is not None and self._request is not None:
                 registry.save(Reply(self._request, time.time(), data))
-        request = registry.load(Request)
+        request = registry.load(Request) if self._answer is None else None  # one at a time, or the first had no answer
         if request is not None and request != self._request:
             self._request, self._answer = request, link.ask("request", request.id, request.what, request.of)
 

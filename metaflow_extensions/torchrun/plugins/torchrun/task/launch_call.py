@@ -8,6 +8,7 @@ belongs to the thread that calls `run`.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -133,14 +134,24 @@ class LaunchCall:
             self._store_profile(*rest)
 
     def _store_profile(self, path: str, asked: str, launch: int, generation: int) -> None:
-        """Store a trace in the job's thread, and tell the gang where."""
-        member, store = self._member, self._datastore
-        assert store is not None, "a command asks by it"
+        """Store a trace when the thread's job before is over, and tell the gang where; the file goes."""
+        member, store, before = self._member, self._datastore, self._member.job
+        assert store is not None, "commands find a gang in its datastore"
 
-        def do(_: Begin) -> None:
-            with open(path, "rb") as file:
-                parts = [store.save(data) for data in iter(partial(file.read, PART_BYTES), b"")]
-            member.send(Report("profile", launch, generation, {"id": asked, "parts": parts}))
+        def do(begin: Begin) -> None:
+            if before is not None:
+                before.await_end()
+            told: Plain = {"id": asked}
+            try:
+                with open(path, "rb") as file:
+                    begin("a profile", os.fstat(file.fileno()).st_size)
+                    told["parts"] = [store.save(data) for data in iter(partial(file.read, PART_BYTES), b"")]
+            except Exception as error:
+                told["why"] = f"it could not be stored in {store.where}: {type(error).__name__}: {error}"
+            finally:
+                with suppress(OSError):
+                    os.unlink(path)
+            member.send(Report("profile", launch, generation, told))
 
         with suppress(RuntimeError):  # no more threads
             member.job = Transfer(do, self._link.wake)

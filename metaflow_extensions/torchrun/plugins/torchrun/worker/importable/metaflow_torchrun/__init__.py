@@ -94,7 +94,7 @@ _pages: list[memoryview | None] = []  # this worker's, from its first call on
 def stopping() -> bool:
     """Return whether this is the call at which all ranks stop: save, and leave the loop.
 
-    Call it once in each step, on every rank. It costs less than a microsecond and waits for no other rank. When the gang is
+    Call it once in each step, on every rank. It costs less than a microsecond and needs no collective. When the gang is
     told to end, as before a spot loss, or by ``python flow.py torchrun stop``, all ranks get True at the same call: the
     first one that all can still reach. A rank that has called it once gets no preemption signal. What is not over
     within ``grace_s`` seconds after a preemption is killed. Outside of a launch of `@torchrun`, and in a process that a
@@ -121,7 +121,7 @@ def _open_page() -> memoryview | None:
     try:
         with open(os.environ["TORCHRUN_CALLS"], "r+b") as file:
             return memoryview(mmap.mmap(file.fileno(), mmap.PAGESIZE)).cast("Q")
-    except (KeyError, OSError):  # of a launch that is over: what a worker has started may outlive it
+    except (KeyError, OSError, ValueError):  # of a launch that is over, which a process may outlive; a full disk
         return None
 
 
