@@ -40,7 +40,6 @@ class Request:
     """A question to a gang that runs. It is stored beside its view, where the gang looks for it."""
 
     id: str  # something random
-    time: float  # when it was made, in seconds since 1970, by the clock of the machine that asks
     what: str = "stacks"  # what every rank does now; "stop": that all ranks stop; "profile": that one is profiled
     of: dict[str, Any] = field(default_factory=dict)  # of a profile the rank, and how many seconds
 

@@ -65,7 +65,7 @@ class TorchrunSingleNodeMultiGPU(Runner):
         error: BaseException | None = None
         try:
             self._cards = self._cards or Cards(self._flow_datastore)
-            store = GangStore(member, (), self._cards, registry=None)
+            store = GangStore(member, (), self._cards, None)
             values = values_of_running_flow()
             return TorchrunExecutor(member, LOOPBACK, machine, settings, store=values).launched(given)
         except BaseException as caught:

@@ -1,8 +1,7 @@
 """Where the time of an attempt went: how much of it was progress, and what restarts have cost. Pure.
 
-At each moment the attempt is in one class, so the sums equal its time. The classes, `CLASSES`, follow from what happens to
-the gang and from rank 0's reported steps alone; `docs/metrics.md` defines them. A script that reports no step has no
-progress: its workers only `run`.
+At each moment the attempt is in one class, so the sums equal its time. The classes follow from what happens to the gang and
+from rank 0's reported steps alone; `docs/metrics.md` defines them. A script that reports no step has no progress: "runs".
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Goodput:
     """The classes of an attempt so far, in seconds since its begin."""
 
     seconds: dict[str, float] = field(default_factory=dict)  # by class, of what is over
-    now: str = "own_code"  # the class since then
+    now: Class = "own_code"  # since then
     since_s: float = 0.0
     run_s: float | None = None  # since when all workers of a start run
     restarts: int = 0
@@ -34,7 +33,7 @@ class Goodput:
     again: int = 0  # those
 
     def enter(self, what: Class, at_s: float) -> None:
-        """End the present class, and begin another one."""
+        """End the present class, and begin another one. Progress ends with its last step; what follows is the end."""
         if self.now == "progress" and what != "end":
             self.enter("end", at_s)
         at, ended_s = self.since_s, self.best_s if self.now == "progress" else at_s
@@ -55,9 +54,7 @@ class Goodput:
             self.enter("start", at_s)
             return
         self.restarts += 1
-        if self.now == "progress":
-            self.enter("end", at_s)
-        if self.now == "end":
+        if self.now == "end":  # each restart follows a stop
             self.now = "restarts"
         self.enter("restarts", at_s)
 

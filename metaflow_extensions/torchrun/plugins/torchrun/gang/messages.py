@@ -206,11 +206,11 @@ class StopAt:
 
 @dataclass(frozen=True)
 class Ask:
-    """The gang wants to know what this node's workers do; a `Report` answers, and nobody waits for it."""
+    """A question about this node's workers; a `Report` answers. It is given up where no answer comes in time."""
 
     launch: int
     generation: int
-    asked: Any  # the question, for the answer
+    asked: Any  # `STOP`, a dict for a profile, or else who asks for stacks, for the answer
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ def stop(obj: Any, gang: str, attempt: int | None) -> None:
     stored, found = find_one(obj, gang, attempt)
     told = answer_of(stored, found, "stop").data
     if not told.get("call"):
-        raise CommandFailed(f"Nothing was stopped in {found.where}: {told.get('why', 'it has not answered in time')}.")
+        raise CommandFailed(f"Nothing was stopped in {found.where}: {told['why']}.")
     click.echo(f"All ranks of {found.where} stop at call {told['call']} of stopping().")
 
 

@@ -34,8 +34,7 @@ def ask(stored: StoredGangs, gang: StoredGang, what: str = "stacks", of: dict[st
     """Store a request, and return the first answer to it or to a later one of the same kind; None: the gang is over."""
     registry = stored.registry(gang)
     before = registry.load(Reply)
-    asked = Request(uuid.uuid4().hex, time.time(), what, of)
-    registry.save(asked)
+    registry.save(Request(uuid.uuid4().hex, what, of))
     look_s = _LOOK_S if stored.storage.kind != "local" else _LOOK_ON_DISK_S
     began = sees_end_at = time.monotonic()
     patience_s = _PROFILE_S if what == "profile" else _PATIENCE_S
@@ -52,8 +51,8 @@ def ask(stored: StoredGangs, gang: StoredGang, what: str = "stacks", of: dict[st
             return answer
     raise CommandFailed(
         f"{gang.where} has not answered within {patience_s:g} s. Its control node answers while current.torch.run "
-        "waits: it may be in code of its own, wait for a machine, or have been killed, or have a clock that is 10 "
-        f"minutes from this one's. To see what is known of it: {stored.program} show {gang.where}."
+        "waits: it may be in code of its own, wait for a machine, or have been killed, or answer another command. To see "
+        f"what is known of it: {stored.program} show {gang.where}."
     )
 
 

@@ -38,9 +38,8 @@ class CallCounts:
             path = os.path.join(folder, f"{local_rank}.calls")
             try:
                 with open(path, "w+b") as file:
-                    os.posix_fallocate(
-                        file.fileno(), 0, mmap.PAGESIZE
-                    )  # on a full disk a hole would kill who touches it
+                    # On a full disk, a hole in a file kills who touches it.
+                    os.posix_fallocate(file.fileno(), 0, mmap.PAGESIZE)
                     self._pages[rank] = memoryview(mmap.mmap(file.fileno(), mmap.PAGESIZE)).cast("Q")
             except OSError:  # this rank can't be told to stop, and trains
                 with suppress(OSError):
