@@ -6,8 +6,9 @@ import time
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.collectives import _MAX_RECORDS, compare, reduced
-from metaflow_extensions.torchrun.plugins.torchrun.gang.stacks import NodeStacks, Stacks, conclude
-from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.gang.questions import Question
+from metaflow_extensions.torchrun.plugins.torchrun.gang.stacks import NodeStacks, conclude, gathered
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found
 
 WORLD = "0", "default_pg"
@@ -181,11 +182,11 @@ def of_many(world, lost):
 def test_of_many_groups_that_wait_the_one_is_told_for_which_they_all_wait(world):
     nodes = of_many(world, lost=13)
     assert max(len(json.dumps(to_plain(node))) for node in nodes) < 20_000, "a message of each"
-    asked = Stacks("a", (0, 0), range(len(nodes)))
+    asked = Question("stacks", (0, 0), range(len(nodes)), 10.0)
     began = time.monotonic()
     for number, node in enumerate(nodes):
-        asked.take(number, {"id": "a", "found": to_plain(node)})
-    answer = asked.answer("a", 0.0, len(nodes))
+        asked.keep(number, from_plain(NodeStacks, to_plain(node), ""))
+    answer = gathered(asked, len(nodes), ())
     assert time.monotonic() - began < 20, "the control node's"
     assert answer.collectives[0] == (
         "Rank 13 has not called all_reduce no. 6 of group tp of ranks 12, 13, 14, 15 (1 024 x float32); "

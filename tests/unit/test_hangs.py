@@ -8,9 +8,8 @@ from gang_of import running
 from gang_views import Story, place
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Report
+from metaflow_extensions.torchrun.plugins.torchrun.gang.questions import HANG, NO_WORKERS
 from metaflow_extensions.torchrun.plugins.torchrun.gang.stacks import (
-    HANG,
-    NO_WORKERS,
     GangStacks,
     NodeStacks,
     conclude,
@@ -106,7 +105,7 @@ def hanging(**policy):
     story = Story().running().ended().ready(launch=1, policy=policy).report("started").report("hangs", age_s=0.0)
     story.at(story.now + 31)
     for node, ranks in enumerate(FOUND):
-        story.report("stacks", node, id=HANG, found=to_plain(NodeStacks("", ranks)))
+        story.report("answer", node, id=HANG, found=to_plain(NodeStacks("", ranks)))
     return story.at(story.now + 1).ended(codes=(-9, -9))
 
 
@@ -114,7 +113,7 @@ def test_ranks_that_had_ended_well_are_named_and_a_rank_that_goes_on_meanwhile_i
     story = Story().running(policy={"hang_timeout_s": 30.0}).report("hangs", age_s=0.0).ended(1)
     story.at(story.now + 31).report("hangs", 0, age_s=0.0).at(story.now + 30)
     assert story.view.outcome == "running", "its answer was not waited for"
-    story.at(story.now + 1).report("stacks", 0, id=HANG, found=to_plain(NodeStacks("", FOUND[0]))).at(story.now + 1)
+    story.at(story.now + 1).report("answer", 0, id=HANG, found=to_plain(NodeStacks("", FOUND[0]))).at(story.now + 1)
     cause = story.ended(0, ok=False).state.launch.verdict.cause
     said = "The ranks of node 1 had ended well: do all ranks make the same number of steps?"
     assert cause["detail"].splitlines()[0].endswith(said)

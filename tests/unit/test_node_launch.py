@@ -150,9 +150,9 @@ def test_a_node_has_the_ranks_of_its_place_in_the_group(group, ranks, tmp_path):
 NEWS = [
     *(Go(0, generation, 29500, "gang", 3) for generation in (0, 1)),
     *(Stop(0, 0), Stop(0, 0, "rank 3 failed", 1, signal.SIGUSR1)),
-    *(Ask(0, 0, 1), Store(0, 0), Store(0, 0, ERROR, 3.0), Verdict(0), Verdict(0, ERROR)),
+    *(Ask(0, 0, "a", "stacks"), Store(0, 0), Store(0, 0, ERROR, 3.0), Verdict(0), Verdict(0, ERROR)),
     *(Broken(ERROR), MUST_END, GivenUp(None), GivenUp(CAUSE)),
-    *(Go(1, 0, 1, "gang", 0), Ask(1, 0, "a"), Stop(1, 0), Store(1, 0)),
+    *(Go(1, 0, 1, "gang", 0), Ask(1, 0, "a", "stop"), Stop(1, 0), Store(1, 0)),
     Verdict(1),
 ]
 OF_AGENT = [

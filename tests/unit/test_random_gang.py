@@ -34,12 +34,12 @@ WORDS |= {
     "calls": lambda gang, node, call: gang.say(
         node,
         say.Report(
-            "calls",
+            "answer",
             *gang.about(node),
-            {"next": call, "needs_all": gang.state.launch.stop is None or gang.state.launch.stop.asked is not None},
+            {"id": gang.tasks[node].waits, "found": call},
         ),
     ),
-    "ask_stop": lambda gang: gang.post(gang.state.ask_stop(next(TASKS))),
+    "ask_stop": lambda gang: gang.post(gang.state.ask(str(next(TASKS)), "stop", {})),
     "hold": lambda gang, node: setattr(gang.tasks[node], "held", []),
 }
 
@@ -175,7 +175,7 @@ class AnyGang(RuleBasedStateMachine, GangOf):
                 assert task.go is None or not task.prepares, "go for a node whose commands run"
                 task.waits = False
             case say.Ask() | say.StopAt() if is_own and task.go is not None:
-                task.waits = type(message) is say.Ask
+                task.waits = message.id if isinstance(message, say.Ask) and message.what == "stop" else False
             case say.Store() if is_own and task.go is None:
                 task.store = message
             case say.Verdict() if is_own:
@@ -301,12 +301,10 @@ class AnyGang(RuleBasedStateMachine, GangOf):
     def something_happens(self, data):
         self.play(data.draw(st.sampled_from([*self.acts()])))
         self.hear()
-        stop, waiting = (
-            self.state.launch.stop,
-            [task.node for task in self.living() if task.waits and task.held is None],
-        )
-        runs = self.state.phase is Phase.RUNNING and stop is not None and stop.until < self.now
-        assert not (runs and self.state.launch.running & {*waiting}), "ranks wait in stopping() for ever"
+        waiting = {task.node for task in self.living() if task.waits and task.held is None}
+        waits_for = {node for each in self.state._questions.values() for node in each.found}
+        if self.state.phase is Phase.RUNNING:
+            assert self.state.launch.running & waiting <= waits_for, "ranks wait in stopping() for ever"
 
     def teardown(self):
         if not hasattr(self, "tasks"):

@@ -12,8 +12,9 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.messages import Ask
+from metaflow_extensions.torchrun.plugins.torchrun.gang.questions import HANG
 from metaflow_extensions.torchrun.plugins.torchrun.gang.stacks import GangStacks, NodeStacks
-from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found
 from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry, Reply, Request
 from metaflow_extensions.torchrun.plugins.torchrun.show import commands, stacks_command
@@ -29,56 +30,63 @@ def node_stacks(node, line=1):
 
 def ask(story, asked="a"):
     story.asked = asked
-    return story.post(story.state.ask_stacks(asked))
+    return story.post(story.state.ask(asked, "stacks", {}))
 
 
 def say(story, *nodes):
     for node in nodes:
-        story.report("stacks", node, id="a", found=to_plain(node_stacks(node)))
+        story.report("answer", node, id="a", found=to_plain(node_stacks(node)))
 
 
 def answer_of(story):
-    """Return what was asked for, and the answer."""
-    answer = story.state.answer(story.asked)
-    return None if answer is None else (answer["id"], from_plain(GangStacks, answer["found"], ""))
+    return story.state.answers.pop(story.asked, None)
 
 
 def test_all_nodes_are_asked_and_the_answer_is_whole_when_all_have_answered():
     story = ask(Story(3).running())
-    assert [story.got(node, Ask) for node in range(3)] == [[Ask(0, 0, "a")]] * 3
+    assert [story.got(node, Ask) for node in range(3)] == [[Ask(0, 0, "a", "stacks")]] * 3
     say(story, 2, 0)
     assert answer_of(story) is None
     say(story, 1)
-    id_, found = answer_of(story)
-    assert (id_, found.launch, found.generation, sorted(found.ranks)) == ("a", 0, 0, [0, 1, 2, 3, 4, 5])
+    found = answer_of(story)
+    assert (found.launch, found.generation, sorted(found.ranks)) == (0, 0, [0, 1, 2, 3, 4, 5])
 
 
 def test_a_spare_is_called_one():
     story = ask(Story(3, spare_nodes=1).running())
     say(story, 0, 1)
-    assert answer_of(story)[1].missing == {2: "waits as a spare"}
+    assert answer_of(story).missing == {2: "waits as a spare"}
 
 
 def test_a_node_that_does_not_answer_holds_up_the_others_for_seconds_only():
     story = ask(Story(3).running())
     say(story, 0, 1)
     assert answer_of(story.at(story.now + 5)) is None
-    assert answer_of(story.at(story.now + 5))[1].missing == {2: "has not answered in time"}
+    assert answer_of(story.at(story.now + 5)).missing == {2: "has not answered in time"}
 
 
 def test_a_node_whose_workers_end_meanwhile_is_not_waited_for():
     story = ask(Story(3).running())
     say(story, 0)
-    assert answer_of(story.ended(1).ended(2))[1].missing == dict.fromkeys((1, 2), "has no workers")
-    assert answer_of(ask(story, "b").ended(0))[1].missing == dict.fromkeys((0, 1, 2), "has no workers")
-    assert answer_of(ask(story, "c")) == ("c", GangStacks()), "no worker runs, and nobody is asked"
+    assert answer_of(story.ended(1).ended(2)).missing == dict.fromkeys((1, 2), "has no workers")
+    assert answer_of(ask(story, "b").ended(0)).missing == dict.fromkeys((0, 1, 2), "has no workers")
+    assert answer_of(ask(story, "c")) == GangStacks(), "no worker runs, and nobody is asked"
+
+
+def test_who_asks_in_a_hang_gets_an_answer_of_its_own():
+    story = Story(2).running(policy={"hang_timeout_s": 30.0}).report("hangs", age_s=0.0)
+    say(ask(story.at(story.now + 31)), 0, 1)
+    assert sorted(answer_of(story).ranks) == [0, 1, 2, 3]
+    for node in (0, 1):
+        story.report("answer", node, id=HANG, found=to_plain(node_stacks(node)))
+    assert story.ended(codes=(-9, -9)).state.launch.verdict.cause["kind"] == "hang"
 
 
 def test_who_asks_when_the_workers_end_hears_that_they_have():
     story = ask(Story(2).running(policy={"max_restarts": 1})).crashed()
-    assert answer_of(story)[1].missing == dict.fromkeys((0, 1), "has no workers")
+    assert answer_of(story).missing == dict.fromkeys((0, 1), "has no workers")
     say(ask(story), 0, 1)
-    assert sorted(answer_of(story)[1].ranks) == [0, 1, 2, 3], "those that have started again"
+    assert sorted(answer_of(story).ranks) == [0, 1, 2, 3], "those that have started again"
 
 
 # --- the command -------------------------------------------------------------------------------------
@@ -106,7 +114,7 @@ def run(tmp_path, monkeypatch):
                 write(tmp_path / "Flow" / "1" / "train" / "2" / "0.DONE.lock", "")
             elif given and request is not None and request.id not in seen:
                 seen.add(request.id)
-                registry.save(Reply(request, clock[0], {"found": to_plain(given.pop(0))}))
+                registry.save(Reply(request, clock[0], to_plain(given.pop(0))))
 
         fake = SimpleNamespace(**{**vars(time), "sleep": sleep, "monotonic": lambda: clock[0]})
         monkeypatch.setattr(stacks_command, "time", fake)

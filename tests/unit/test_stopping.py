@@ -14,8 +14,8 @@ from metaflow_torchrun import stopping
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as say
-from metaflow_extensions.torchrun.plugins.torchrun.gang.agreed_stop import AgreedStop
 from metaflow_extensions.torchrun.plugins.torchrun.gang.limits import NODES_MARGIN_S
+from metaflow_extensions.torchrun.plugins.torchrun.gang.questions import PREEMPTED, Question
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.calls import CallCounts
 
@@ -58,7 +58,7 @@ class Node:
             time.sleep(0.01)
 
     def hold(self, needs_all=True):
-        return asyncio.run(self.calls.hold(needs_all))["next"]
+        return asyncio.run(self.calls.hold(needs_all))
 
 
 @pytest.fixture
@@ -107,22 +107,23 @@ def test_outside_of_a_launch_it_is_false(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "told", "is_late", "call", "why"),
+    ("needs_all", "told", "call", "why"),
     [
-        ("id", {0: 7, 1: 9}, False, 9, None),
-        ("id", {0: 7}, False, None, None),
-        ("id", {0: 7}, True, 0, "node 1 did not answer in time"),
-        ("id", {0: 7, 1: 0}, False, 0, "node 1: not all ranks there have called metaflow_torchrun.stopping()"),
-        (None, {0: 7, 1: 0}, False, 7, None),  # all end in any case
-        (None, {0: 0, 1: 0}, False, 0, "nodes 0, 1: not all ranks there have called metaflow_torchrun.stopping()"),
+        (True, {0: 7, 1: 9}, 9, None),
+        (True, {0: 7, 1: None}, 0, "node 1 did not answer in time"),
+        (True, {0: 7, 1: 0}, 0, "node 1: not all ranks there have called metaflow_torchrun.stopping()"),
+        (True, {0: 7, 1: "has no workers"}, 7, None),
+        (True, {0: "has no workers"}, 0, "its workers have ended meanwhile"),
+        (False, {0: 7, 1: 0}, 7, None),  # all end in any case
+        (False, {0: 0, 1: 0}, 0, "nodes 0, 1: not all ranks there have called metaflow_torchrun.stopping()"),
     ],
 )
-def test_the_call_is_named_when_all_nodes_have_told(asked, told, is_late, call, why):
-    stop = AgreedStop(asked, next=told)
-    assert stop.decide([0, 1], is_late) is (call is not None)
-    assert stop.call == call
-    assert stop.why == (why or "")
-    assert not stop.decide([0, 1], is_late=call is not None)  # once
+def test_the_call_is_the_last_of_those_in_which_the_ranks_wait(needs_all, told, call, why):
+    question = Question("stop", (0, 0), told, 4.0)
+    for node, found in told.items():
+        question.keep(node, found)
+    assert (question.is_over(3.9), question.is_over(4.0)) == (None not in told.values(), True)
+    assert question.agreed_call(needs_all) == (call, why or "")
 
 
 def running():
@@ -131,42 +132,49 @@ def running():
     return gang
 
 
-def calls(gang, *told, needs_all=True):
+def stop(gang, asked="id"):
+    gang.post(gang.state.ask(asked, "stop", {}))
+
+
+def calls(gang, asked, *told):
     for node, call in enumerate(told):
-        gang.say(node, say.Report("calls", 0, 0, {"next": call, "needs_all": needs_all}))
+        gang.say(node, say.Report("answer", 0, 0, {"id": asked, "found": call}))
 
 
 def test_a_command_ends_a_launch_well_for_all():
     gang = running()
-    gang.post(gang.state.ask_stop("id"))
-    assert [ask.asked for ask in gang.got(1, "Ask")] == [say.STOP]
-    assert gang.state.stop_answer("id") is None
-    calls(gang, 4, 6)
+    stop(gang)
+    assert [(ask.id, ask.what) for ask in gang.got(1, "Ask")] == [("id", "stop")]
+    assert gang.state.answers == {}
+    calls(gang, "id", 4, 6)
     assert [at.call for node in (0, 1) for at in gang.got(node, "StopAt")] == [6, 6]
-    assert gang.state.stop_answer("id") == {"id": "id", "call": 6, "why": ""}
+    assert gang.state.answers == {"id": {"call": 6, "why": ""}}
     gang.all_ended()
     assert [(end.error, end.stopped) for end in gang.got(1, "Verdict")] == [(None, True)]
-    gang.post(gang.state.ask_stop("late"))
-    assert gang.state.stop_answer("another")["why"] == "no worker runs, or they are about to end"
+    stop(gang, "late")
+    assert gang.state.answers["late"]["why"] == "no worker runs, or they are about to end"
 
 
 def test_a_command_stops_nothing_where_a_node_does_not_answer():
     gang = running()
-    gang.post(gang.state.ask_stop("id"))
-    gang.say(0, say.Report("calls", 0, 0, {"next": 4, "needs_all": True}))
+    stop(gang)
+    calls(gang, "id", 4)
     gang.pass_time(NODES_MARGIN_S)
     assert [at.call for at in gang.got(0, "StopAt")] == [0]
-    assert gang.state.stop_answer("id")["why"] == "node 1 did not answer in time"
+    assert gang.state.answers["id"]["why"] == "node 1 did not answer in time"
     gang.all_ended()
     assert [end.stopped for end in gang.got(1, "Verdict")] == [False]
 
 
 def test_before_a_loss_the_ranks_stop_at_one_call():
     gang = running()
+    stop(gang)
     gang.failed(1, preemption())
-    calls(gang, 9, 9)  # to a command's question before
+    gang.pass_time(1)
+    assert gang.state.answers["id"]["why"] == "no worker runs, or they are about to end"
+    calls(gang, "id", 9, 9)
     assert gang.got(0, "StopAt") == []
-    calls(gang, 4, 5, needs_all=False)
+    calls(gang, PREEMPTED, 4, 5)
     assert [at.call for at in gang.got(0, "StopAt")] == [5]
     gang.all_ended(ok=True)
     assert not any(end.stopped for end in gang.got(1, "Verdict"))

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from .compat.datastore import metadata_of
 from .errors import GangError, TorchrunError
+from .gang.messages import What
 from .gang.view import GangView, Word, told_by_others
 from .gang.wire import from_plain, to_plain
 
@@ -40,8 +41,8 @@ class Request:
     """A question to a gang that runs. It is stored beside its view, where the gang looks for it."""
 
     id: str  # something random
-    what: str = "stacks"  # what every rank does now; "stop": that all ranks stop; "profile": that one is profiled
-    of: dict[str, Any] = field(default_factory=dict)  # of a profile the rank, and how many seconds
+    what: What = "stacks"
+    of: dict[str, Any] = field(default_factory=dict)  # see `gang.messages.Ask`
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,11 @@ from typing import Any, TypeAlias
 from ..errors import GangError, TorchrunError
 from ..texts import counted, headline, moment, names, size_text
 from . import failures
-from .agreed_stop import AgreedStop
 from .cause import Cause, Failure, FailureText, cause_of, describe_exit, failure_of
 from .launch import GONE, Launch
-from .limits import FIRST_OUTPUT_S, INDEX_S, LATE_S, NODES_MARGIN_S, QUIET_S, REMIND_S, SAVE_S
+from .limits import FIRST_OUTPUT_S, INDEX_S, LATE_S, QUIET_S, REMIND_S, SAVE_S
 from .messages import (
     CONTROL,
-    STOP,
     Abort,
     Answer,
     Ask,
@@ -44,12 +42,14 @@ from .messages import (
     Store,
     Stored,
     Verdict,
+    What,
 )
 from .policy import Group, Rules, follow
 from .progress import Progress
-from .stacks import HANG, NO_WORKERS, Stacks, conclude, hang
+from .questions import HANG, LIMITS, NO_WORKERS, PREEMPTED, Question
+from .stacks import GangStacks, NodeStacks, conclude, gathered, hang
 from .view import GangView, NodeView, Presence, State
-from .wire import to_plain
+from .wire import from_plain
 
 Outgoing: TypeAlias = tuple[int, Message]
 """A node's index and a message for it."""
@@ -102,8 +102,9 @@ class Gang:
         self.num_nodes, self.rules = num_nodes, rules or Rules()
         self.view = GangView(began=time.time(), nodes=[NodeView() for _ in range(num_nodes)])
         self.changes = 0  # how often the view may have changed
-        self.progress, self.stacks = Progress(self._name), Stacks()
-        self._profile: dict[str, Any] = {}  # what was asked for last, or the answer
+        self.progress = Progress(self._name)
+        self._questions: dict[str, Question] = {}  # that are not answered yet
+        self.answers: dict[str, Any] = {}  # to commands, until they are fetched
         self._has_warned = False  # of a report that could not be read
         self.phase, self.launch = Phase.IDLE, Launch(-1)
         self.broken: TorchrunError | None = None  # why no launch can begin any more
@@ -178,45 +179,9 @@ class Gang:
         self.changes += 1
         return self._step(handler, self, self.nodes[node], message)
 
-    def ask_stacks(self, asked: Any) -> list[Outgoing]:
-        """Begin to find out what every rank does now; `answer` has it later, with what was `asked`."""
-        return self._step(self._ask_stacks, asked)
-
-    def answer(self, asked: Any) -> dict[str, Any] | None:
-        """Return the stacks that were `asked` for, as soon as they are known."""
-        found = self.stacks.answer(asked, self._clock(), self.num_nodes)
-        if found is None:
-            return None
-        found.missing.update(dict.fromkeys(self.ready.difference(self.launch.group.nodes), "waits as a spare"))
-        self.stacks = Stacks()
-        return {"id": asked, "found": to_plain(found)}
-
-    def ask_stop(self, asked: Any) -> list[Outgoing]:
-        """Have all ranks stop at one call of `stopping`; `stop_answer` tells what came of it."""
-        return self._step(self._ask_stop, asked)
-
-    def stop_answer(self, asked: Any) -> dict[str, Any] | None:
-        """Return the call at which the ranks stop, or why they do not, as soon as that is known."""
-        launch, stop = self.launch, self.launch.stop
-        if stop is None or stop.asked != asked:
-            return {"id": asked, "call": 0, "why": "no worker runs, or they are about to end"}
-        if stop.call is None:
-            return None if launch.running else {"id": asked, "call": 0, "why": "its workers have ended meanwhile"}
-        return {"id": asked, "call": stop.call, "why": stop.why}
-
-    def ask_profile(self, asked: Any, of: dict[str, Any]) -> list[Outgoing]:
-        """Have the node of a rank profile it for some seconds; `profile_answer` has where the trace is stored."""
-        return self._step(self._ask_profile, {"id": asked, **of})
-
-    def profile_answer(self, asked: Any) -> dict[str, Any] | None:
-        """Return where the profile is that was `asked` for, or why there is none, as soon as that is known."""
-        told, launch = self._profile, self.launch
-        if told.get("id") != asked:
-            return {"id": asked, "why": "another profile was asked for"}
-        if "parts" in told or "why" in told:
-            return told
-        is_gone = self.phase is not Phase.RUNNING or launch.generation != told["generation"]
-        return {"id": asked, "why": "its workers have ended meanwhile"} if is_gone else None
+    def ask(self, asked: str, what: What, of: dict[str, Any]) -> list[Outgoing]:
+        """Ask the nodes for a command, see `registry.Request`; `answers` has it later, under this id."""
+        return self._step(self._ask, asked, what, of)
 
     def lost(self, node: int, why: str) -> list[Outgoing]:
         """Handle the end of a node's connection, or of a task that had not joined yet.
@@ -252,6 +217,7 @@ class Gang:
 
     def _settle(self) -> None:
         """Do what follows from what is known now."""
+        self._answer_questions()
         before = None
         while before != (now := (id(self.launch), self.phase)):
             before, launch = now, self.launch
@@ -266,7 +232,6 @@ class Gang:
                 self._start_again()
             elif self.phase is Phase.IDLE:
                 self._begin()
-        self._agree_on_stop()
         self._see_who_is_left()
 
     def _tick(self) -> None:
@@ -511,7 +476,11 @@ class Gang:
     def _end_call(self, node: Node) -> None:
         self._called.pop(node.index, None)
         self._calls.pop(node.index, None)
-        self.stacks.keep(node.index, "is no longer in the gang")
+        self._has_no_answer(node, "is no longer in the gang")
+
+    def _has_no_answer(self, node: Node, why: str) -> None:
+        for question in self._questions.values():
+            question.keep(node.index, why)
 
     def _see_call(self, number: int, nproc: int | None) -> None:
         """Note that a node has called a launch, perhaps as the first one."""
@@ -679,12 +648,9 @@ class Gang:
                         view.goodput.step(step, view.now_s)
             case "hangs":
                 launch.active_at, launch.has_begun = max(launch.active_at, self._now - data["age_s"]), True
-            case "stacks":
-                self.stacks.take(index, data)
-            case "calls" if launch.stop is not None and data["needs_all"] == (launch.stop.asked is not None):
-                launch.stop.next[index] = data["next"]
-            case "profile" if data["id"] == self._profile.get("id"):
-                self._profile = data
+            case "answer" if (question := self._questions.get(data["id"])) is not None:
+                found = data["found"]
+                question.keep(index, from_plain(NodeStacks, found, "stacks") if question.what == "stacks" else found)
             case "usage":
                 view.take_usage(index, data)
             case "outputs":
@@ -695,39 +661,48 @@ class Gang:
             case "unreached":
                 self._fail_with("unreachable", *failures.unreached(self.nodes[CONTROL].host, **data), node)
 
-    def _ask_stacks(self, asked: Any) -> None:
-        launch = self.launch
-        about = (launch.number, launch.generation)
-        self.stacks = Stacks(asked, about, launch.running, self._now)
-        if launch.running:
-            self._broadcast(Ask(*about, asked))
+    def _ask(self, asked: str, what: What, of: dict[str, Any]) -> None:
+        launch, nodes = self.launch, self.launch.running
+        if what == "profile":
+            at = of["rank"] // (launch.control.nproc or 1)
+            nodes = nodes.intersection(launch.group.nodes[at : at + 1])
+        if what != "stacks" and self.phase is not Phase.RUNNING:
+            nodes = set()
+        self._question(asked, what, nodes, self._now + LIMITS[what])
+        self._send(Ask(launch.number, launch.generation, asked, what, of), *sorted(nodes))
 
-    def _ask_profile(self, asked: dict[str, Any]) -> None:
-        launch, nodes = self.launch, self.launch.group.nodes
-        at = asked["rank"] // (launch.control.nproc or 1)
-        self._profile = {"id": asked["id"], "generation": launch.generation}
-        if self.phase is Phase.RUNNING and 0 <= at < len(nodes):
-            self._send(Ask(launch.number, launch.generation, asked), nodes[at])
-        else:
-            self._profile["why"] = f"no rank {asked['rank']} runs"
+    def _question(self, asked: str, what: What, nodes: Iterable[int], due_at_s: float = float("inf")) -> None:
+        self._questions[asked] = Question(what, (self.launch.number, self.launch.generation), nodes, due_at_s)
 
-    def _ask_stop(self, asked: Any) -> None:
-        launch = self.launch
-        if self.phase is Phase.RUNNING:
-            launch.stop = AgreedStop(asked, self._now + NODES_MARGIN_S)
-            self._broadcast(Ask(launch.number, launch.generation, STOP))
+    def _answer_questions(self) -> None:
+        """Answer those that are over."""
+        for asked, question in list(self._questions.items()):
+            if question.is_over(self._now):
+                del self._questions[asked]
+                answer = self._answer(asked, question)
+                if asked == HANG:
+                    self._end_hang(answer)
+                elif asked != PREEMPTED:
+                    self.answers[asked] = answer
 
-    def _agree_on_stop(self) -> None:
-        """Name the call at which all ranks stop, as soon as it is known."""
-        launch, stop = self.launch, self.launch.stop
-        if stop is None or not launch.running or not stop.decide(launch.running, self._now >= stop.until):
-            return
-        assert stop.call is not None
-        self._broadcast(StopAt(launch.number, launch.generation, stop.call))
-        if stop.call:
-            text = f"all ranks stop at call {stop.call} of stopping()"
+    def _answer(self, asked: str, question: Question) -> Any:
+        match question.what:
+            case "stop":
+                return self._stop_at(asked, question)
+            case "profile":
+                return question.profile()
+        return gathered(question, self.num_nodes, self.ready.difference(self.launch.group.nodes))
+
+    def _stop_at(self, asked: str, question: Question) -> dict[str, Any]:
+        """Tell the ranks that wait in a call of `stopping` at which one they all stop; return it, or why there is none."""
+        call, why = question.agreed_call(needs_all=asked != PREEMPTED)
+        self._send(StopAt(*question.about, call), *sorted(question.found))
+        if call:
+            self.launch.is_stopped = asked != PREEMPTED
+            text = f"all ranks stop at call {call} of stopping()"
             self._see("stop_at", text)
             self._send(Note(text), CONTROL)
+        return {"call": call, "why": why}
 
     def _look_at_workers(self) -> None:
         """Look at what the ranks do, once a second."""
@@ -738,15 +713,21 @@ class Gang:
             launch.is_silent = False
             where = f"`{self.rules.stacks}` shows where each rank is"
             self._send(Note(f"no output for {FIRST_OUTPUT_S:g} s; {where}"), CONTROL)
-        found = hang(self._now - launch.active_at, launch.policy.hang_timeout_s, launch.has_begun)
-        if found is None:
-            self.stacks = Stacks() if self.stacks.asked == HANG else self.stacks
-        elif self.stacks.asked != HANG:
-            self._ask_stacks(HANG)
-        elif (answer := self.stacks.answer(HANG, self._now, self.num_nodes)) is not None:
-            well = [node for node, ended in launch.ended.items() if ended.ok]
-            detail, self.view.hangs = conclude(answer, well)
-            self._fail_with(HANG, *found, detail=detail)
+        if self._hang() is None:
+            self._questions.pop(HANG, None)
+        elif HANG not in self._questions:
+            self._ask(HANG, "stacks", {})
+
+    def _hang(self) -> tuple[str, str] | None:
+        launch = self.launch
+        return hang(self._now - launch.active_at, launch.policy.hang_timeout_s, launch.has_begun)
+
+    def _end_hang(self, found: GangStacks) -> None:
+        """Stop a launch that hangs, unless a rank has gone on meanwhile."""
+        if self.phase is Phase.RUNNING and (why := self._hang()) is not None:
+            well = [node for node, ended in self.launch.ended.items() if ended.ok]
+            detail, self.view.hangs = conclude(found, well)
+            self._fail_with(HANG, *why, detail=detail)
 
     def _on_failed_early(self, node: Node, report: Failed) -> None:
         """Handle a failure in a call of `run` before this node takes part in its launch."""
@@ -791,7 +772,7 @@ class Gang:
             view.enter("stopped", [node.index])
         if line := self.progress.ended(node.index, ended.ok):
             self._send(Note(line), CONTROL)  # before the verdict, with which the log of the launch ends
-        self.stacks.keep(node.index, NO_WORKERS)
+        self._has_no_answer(node, NO_WORKERS)
         launch.ended[node.index] = replace(ended, failures=())
         launch.running.discard(node.index)
         launch.fails |= not ended.ok
@@ -818,7 +799,11 @@ class Gang:
         self.view.turn("stopping", "" if cause is None else failures.summary(cause))
         self.view.enter("stopping", launch.running & self._here)
         about = (launch.number, launch.generation, failures.reason(cause), failures.teller(cause))
-        launch.stop = AgreedStop() if saves else launch.stop
+        for question in self._questions.values():  # a command has nothing to stop any more
+            if question.what == "stop":
+                question.found.clear()
+        if saves:
+            self._question(PREEMPTED, "stop", launch.running)
         self._broadcast(Stop(*about, launch.policy.preemption_signal if saves else None))
 
     def _decide(self) -> None:
@@ -951,7 +936,7 @@ class Gang:
         events, last = self.view.events, self.view.launch
         ends = [at for at, each in enumerate(events, 1) if each.kind in ("done", "failed") and each.launch != last]
         seen = tuple(events[max(ends, default=0) :])  # since the end of the launch before
-        how, told = (alone, group, launch.was_stopped), self.view.goodput.until(self.view.now_s)
+        how, told = (alone, group, launch.is_stopped), self.view.goodput.until(self.view.now_s)
         of_control = Verdict(number, error, seen, self._left(launch, error, True), *how, told)
         of_others = Verdict(number, error, (), self._left(launch, error, False), *how)
         for each in sorted(node for node, its in self._called.items() if its == number):

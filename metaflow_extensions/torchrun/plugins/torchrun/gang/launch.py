@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..errors import TorchrunError
-from .agreed_stop import AgreedStop
 from .cause import Cause, Failure, first_failure
 from .limits import ALIKE_ENDS, ALIKE_S
 from .messages import Ended, Ready
@@ -40,7 +39,7 @@ class Launch:
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, of which `first` is kept
     fails: bool = False  # whether this generation does, or what it has left can't be stored
     first: Failure | None = None  # the first failure of this generation; its age is as of the clock's zero
-    stop: AgreedStop | None = None  # of this generation
+    is_stopped: bool = False  # whether a command has had all ranks of this generation stop
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
     leaving: dict[int, Cause] = field(default_factory=dict)  # nodes that were told to end
     tasks: dict[int, str] = field(default_factory=dict)  # of this generation, by node
@@ -57,7 +56,7 @@ class Launch:
         """Begin a generation: forget the ends and failures of the one before."""
         self.went_at, self.group, self.tasks, self.running, self.starting = now, group, tasks, set(tasks), set(tasks)
         self.generation, self.active_at, self.has_begun, self.until = self.generation + 1, now, False, float("inf")
-        self.stop = None
+        self.is_stopped = False
         self.forget_failures()
         for each in (self.ended, self.stores, self.values):
             each.clear()
@@ -79,11 +78,6 @@ class Launch:
     def takes_part(self, node: int) -> bool:
         """Return whether a node belongs to this generation."""
         return self.group.rank_of(node) is not None
-
-    @property
-    def was_stopped(self) -> bool:
-        """Whether a command has had all ranks stop."""
-        return self.stop is not None and self.stop.asked is not None and bool(self.stop.call)
 
     # --- failures ---------------------------------------------------------------------------------
 

@@ -24,8 +24,8 @@ START_S = 600.0
 """How long workers may take until the first sign of life: to be started, and to import PyTorch."""
 FIRST_OUTPUT_S = 60.0
 """When a line tells of a launch that has written nothing."""
-WORKERS_S, NODES_MARGIN_S = 6.0, 4.0
-"""How long the workers of a node may take to say what they do, and what the node has besides."""
+WORKERS_S, NODES_MARGIN_S, PROFILE_S = 6.0, 4.0, 300.0
+"""How long the workers of a node may take to say what they do, what the node has besides, and how long a profile takes."""
 FIRST_LINE_S, LINES_EVERY_S = 10.0, 60.0
 """When the log tells of progress: after the first report, when the speed is known, and then at most so often."""
 LOOKS_EVERY_S, STALE_S, SLOW_S = 5.0, 20.0, 60.0

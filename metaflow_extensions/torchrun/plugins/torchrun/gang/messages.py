@@ -44,8 +44,8 @@ from .wire import from_plain, to_plain
 
 CONTROL = 0
 """Index of the control node."""
-STOP = "stop"
-"""What is asked where all ranks shall wait in their next call of `stopping`. A dict asks for a profile, else for stacks."""
+What: TypeAlias = Literal["stacks", "stop", "profile"]
+"""What is asked of nodes: what each rank does now, to have the ranks wait in their next call of `stopping`, a profile."""
 
 # --- from a node to the control node --------------------------------------------------------------
 
@@ -210,7 +210,9 @@ class Ask:
 
     launch: int
     generation: int
-    asked: Any  # `STOP`, a dict for a profile, or else who asks for stacks, for the answer
+    id: str  # of the question, for the answer
+    what: What
+    of: dict[str, Any] = field(default_factory=dict)  # of a profile the rank, and how many seconds
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""What every rank does now: ``python flow.py torchrun stacks`` asks, and the machine itself where a launch hangs. Pure.
-
-The command stores a request beside the gang's view. The control node's task finds it and hands it to the machine, which
-asks all nodes. When all have answered, or their time is up, the answer is stored.
+"""What every rank does now: for ``python flow.py torchrun stacks``, and where a launch hangs. Pure.
 
 The clock of ``hang_timeout_s`` begins with the first sign of life of any rank. Before it, workers import, which takes
 minutes on a busy machine; that time has a limit of its own. Ranks that wait for who reads their output do not hang; the
@@ -17,11 +14,10 @@ from typing import Any
 from ..machine.frames import Found, look_first
 from ..texts import names
 from .collectives import Calls, compare
-from .limits import NODES_MARGIN_S, START_S, WORKERS_S
-from .wire import from_plain, to_plain
+from .limits import START_S
+from .questions import NO_WORKERS, Question
+from .wire import to_plain
 
-NO_WORKERS = "has no workers"
-HANG = "hang"  # of the cause
 _SIGNS = "wrote anything, reported a step, joined a process group or exited"
 _MAX_LINES = 64
 _MAX_CHARS = 100_000  # of the stacks in the view, which is stored again and again
@@ -54,44 +50,23 @@ class GangStacks:
         return {rank: found for node in self.nodes.values() for rank, found in sorted(node.ranks.items())}
 
 
-class Stacks:
-    """What was `asked` of the nodes whose workers run, and their answers; without a question, nothing.
-
-    `about` is a launch and its generation.
-    """
-
-    def __init__(
-        self, asked: Any = None, about: tuple[int, int] = (-1, -1), running: Collection[int] = (), at_s: float = 0.0
-    ) -> None:
-        self.asked, self._about, self._due_at_s = asked, about, at_s + WORKERS_S + NODES_MARGIN_S
-        self._found: dict[int, NodeStacks | str | None] = dict.fromkeys(running)  # None: it has not answered
-
-    def take(self, node: int, data: Mapping[str, Any]) -> None:
-        """Keep what a node has answered."""
-        if data["id"] == self.asked:
-            self.keep(node, from_plain(NodeStacks, data["found"], "stacks"))
-
-    def keep(self, node: int, found: NodeStacks | str) -> None:
-        """Keep a node's answer, or why there is none; what comes first counts."""
-        if self._found.get(node, found) is None:
-            self._found[node] = found
-
-    def answer(self, asked: Any, at_s: float, num_nodes: int) -> GangStacks | None:
-        """Return the answer when all nodes have answered, or their time is up; else None."""
-        if asked != self.asked or (None in self._found.values() and at_s < self._due_at_s):
-            return None
-        if not self._found:
-            return GangStacks()
-        late = "has not answered in time"
-        found = {node: self._found.get(node, NO_WORKERS) or late for node in range(num_nodes)}
-        answered = {node: each for node, each in found.items() if isinstance(each, NodeStacks)}
-        whole = GangStacks(
-            *self._about, answered, {node: each for node, each in found.items() if isinstance(each, str)}
-        )
-        calls = (each for node in answered.values() for each in node.calls)
-        silent = {rank: why for node in answered.values() for rank, why in node.silent.items()}
-        kept = {node: NodeStacks(each.host, each.ranks) for node, each in answered.items()}
-        return replace(whole, nodes=kept, collectives=compare(calls, silent, whole.ranks))
+def gathered(question: Question, num_nodes: int, spares: Collection[int]) -> GangStacks:
+    """Return what the nodes have answered, and for the others why they have not."""
+    if not question.found:
+        return GangStacks()
+    nodes: dict[int, NodeStacks] = {}
+    missing: dict[int, str] = {}
+    calls, silent = list[Calls](), dict[int, str]()
+    for node in range(num_nodes):
+        found = question.found.get(node, "waits as a spare" if node in spares else NO_WORKERS)
+        if isinstance(found, NodeStacks):
+            nodes[node] = NodeStacks(found.host, found.ranks)
+            calls += found.calls
+            silent.update(found.silent)
+        else:
+            missing[node] = found or "has not answered in time"
+    whole = GangStacks(*question.about, nodes, missing)
+    return replace(whole, collectives=compare(calls, silent, whole.ranks))
 
 
 # --- hangs ----------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def profile(obj: Any, gang: str, rank: int, seconds: float, to: str | None, atte
     click.echo(f"Profiling rank {rank} of {found.where} for {seconds:g} s; the trace takes some time more.", err=True)
     told = answer_of(stored, found, "profile", {"rank": rank, "seconds": seconds}).data
     if not told.get("parts"):
-        raise CommandFailed(f"There is no profile of {found.where}: {told['why']}.")
+        raise CommandFailed(f"There is no profile of rank {rank} in {found.where}: {told['why']}.")
     pieces = dict(DatastoreValues(stored.datastore).load(told["parts"]))
     data = b"".join(pieces[key] for key in told["parts"])
     data = data if path.endswith(".gz") else gzip.decompress(data)

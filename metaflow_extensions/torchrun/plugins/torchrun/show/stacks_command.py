@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..compat.cli import click
+from ..gang.messages import What
 from ..gang.stacks import GangStacks, alike
 from ..gang.wire import from_plain, to_plain
 from ..machine.frames import look_first
@@ -30,7 +31,7 @@ _LOOK_S, _LOOK_ON_DISK_S = 2.0, 0.2
 _SEE_END_S = 10.0  # between checks whether the gang has ended; each costs several requests
 
 
-def ask(stored: StoredGangs, gang: StoredGang, what: str = "stacks", of: dict[str, Any] = _NOTHING) -> Reply | None:
+def ask(stored: StoredGangs, gang: StoredGang, what: What = "stacks", of: dict[str, Any] = _NOTHING) -> Reply | None:
     """Store a request, and return the first answer to it or to a later one of the same kind; None: the gang is over."""
     registry = stored.registry(gang)
     before = registry.load(Reply)
@@ -56,7 +57,7 @@ def ask(stored: StoredGangs, gang: StoredGang, what: str = "stacks", of: dict[st
     )
 
 
-def answer_of(stored: StoredGangs, gang: StoredGang, what: str, of: dict[str, Any] = _NOTHING) -> Reply:
+def answer_of(stored: StoredGangs, gang: StoredGang, what: What, of: dict[str, Any] = _NOTHING) -> Reply:
     """Return the answer to a request; raise an error if the gang has ended."""
     if (answer := ask(stored, gang, what, of)) is None:
         show = f"{stored.program} show {gang.where}"
@@ -113,7 +114,7 @@ def _lines(answer: Reply, before: Reply | None, rank: int | None, watch: bool, a
 
 
 def _read(answer: Reply) -> GangStacks:
-    found: GangStacks = from_plain(GangStacks, answer.data.get("found", {}), "the answer")
+    found: GangStacks = from_plain(GangStacks, answer.data, "the answer")
     return found
 
 

@@ -13,7 +13,6 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
 
-from ..gang.wire import Plain
 from .progress_observer import metrics_folder
 from .workers import Workers
 
@@ -49,8 +48,8 @@ class CallCounts:
         """Return the ranks that run and have called it."""
         return [rank for rank, page in self._pages.items() if page[_CALLS] and rank not in self._workers.codes]
 
-    def hold(self, needs_all: bool) -> Coroutine[Any, Any, Plain]:
-        """Have the ranks that call it wait in their next call, at once; return what finds out which that is.
+    def hold(self, needs_all: bool) -> Coroutine[Any, Any, int]:
+        """Have the ranks that call it wait in their next call, at once; return what finds out the last of these calls.
 
         If it `needs_all`, none waits where one that runs has never called it.
         """
@@ -60,18 +59,19 @@ class CallCounts:
         pages = [self._pages[rank] for rank in calling]
         for page in pages:
             page[_ORDER] = page[_ORDER] or _WAIT
-        return self._next(pages, needs_all)
-
-    async def _next(self, pages: list[memoryview], needs_all: bool) -> Plain:
-        """Return the last of these ranks' next calls, or 0 if none waits."""
-        await asyncio.sleep(_SETTLE_S)
-        return {"next": max(map(_next_call, pages), default=0), "needs_all": needs_all}
+        return _last_call(pages)
 
     def stop_at(self, call: int) -> None:
         """Have all ranks that wait go on: to this call, where they stop; 0: as if nothing had been."""
         for page in self._pages.values():
             if page[_ORDER] == _WAIT:
                 page[_ORDER] = call
+
+
+async def _last_call(pages: list[memoryview]) -> int:
+    """Return the last of these ranks' next calls, or 0 if none waits."""
+    await asyncio.sleep(_SETTLE_S)
+    return max(map(_next_call, pages), default=0)
 
 
 def _next_call(page: memoryview) -> int:

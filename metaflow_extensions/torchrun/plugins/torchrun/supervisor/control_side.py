@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import GangError
 from ..gang.gang import Gang, Outgoing
-from ..gang.messages import CONTROL, STOP, Abort, Join, Lines, Message
+from ..gang.messages import CONTROL, Abort, Join, Lines, Message, What
 from ..gang.policy import Rules
 from ..gang.wire import Plain, to_plain
 from ..machine.network import listening_socket, pick_port, room_for_connections
@@ -39,8 +39,7 @@ _BACKLOG = 65535  # connections that wait in the kernel; its own limit counts (n
 _AT_ONCE = 64  # so many are accepted before others have their turn
 # Delay before a node whose task has ended is reported: its own last message says more, and should come first.
 _REPORT_GONE_S = 0.2
-# Nodes answer within a shorter time (`gang.limits`).
-_REQUEST_S, _PROFILE_S, _REQUEST_LOOK_S = 40.0, 300.0, 0.1
+_ANSWER_LOOK_S = 0.1
 _CLOSED = "its connection to the control node was closed: its supervisor process or its machine is gone"
 
 
@@ -117,23 +116,13 @@ class ControlSide(Side):
     async def _follow(self, node: int, task: Process) -> None:
         self.gone(node, f"its task {await end_of(task)}")
 
-    async def request(self, asked: str, what: str, of: dict[str, Any]) -> Plain | None:
-        """Do what a command asks, see `Request`; return the answer, or None if none comes in time."""
-        gang = self.gang
-        answered, deadline = gang.answer, self._loop.time() + (_PROFILE_S if what == "profile" else _REQUEST_S)
-        if what == "profile":
-            self._step(gang.ask_profile, asked, of)
-            answered = gang.profile_answer
-        elif what == STOP:
-            self._step(gang.ask_stop, asked)
-            answered = gang.stop_answer
-        else:
-            self._step(gang.ask_stacks, asked)
-        while self._loop.time() < deadline:
-            await asyncio.sleep(_REQUEST_LOOK_S)
-            if (answer := answered(asked)) is not None:
-                return answer
-        return None
+    async def request(self, asked: str, what: What, of: dict[str, Any]) -> Plain:
+        """Do what a command asks, see `Request`, and return the answer."""
+        self._step(self.gang.ask, asked, what, of)
+        while asked not in self.gang.answers:
+            await asyncio.sleep(_ANSWER_LOOK_S)
+        answer: Plain = to_plain(self.gang.answers.pop(asked))
+        return answer
 
     def news(self, known: int) -> dict[str, Any]:
         """Return how often the view has changed, and the view, where that is more often than what is `known`."""

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 from ..compat.renamed import harmless
 from ..events import label
 from ..gang.cause import Cause, Failure, describe_exit, first_failure, signal_name
-from ..gang.messages import CONTROL, STOP, Ask, Ended, Failed, Go, Report, Stop, StopAt
+from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Report, Stop, StopAt
+from ..gang.questions import PREEMPTED
 from ..gang.wire import Plain
 from . import recorders
 from .agent import (
@@ -34,7 +35,7 @@ from .call import Call
 from .calls import CallCounts
 from .command import HALT_SIGNAL, agent_command, agent_environment, make_folder, shown_command
 from .ends import Held
-from .hang_observer import HangObserver, answer
+from .hang_observer import HangObserver, stacks_of
 from .pipes import AGENT, LogReader, Write, pipe_path
 from .profiles import profile
 from .progress_observer import FOLDER, ProgressObserver, metrics_folder
@@ -124,7 +125,7 @@ class Generation:
         elif isinstance(news, Stop):
             self._obey(news)
         elif isinstance(news, Ask) and news.generation == self._go.generation:
-            self._answers.begin(self._answer(news.asked))
+            self._answer(news.id, self._asked(news))
         elif isinstance(news, StopAt) and news.generation == self._go.generation:
             self._calls.stop_at(news.call)
         if not self._is_stopping or failed:
@@ -137,12 +138,23 @@ class Generation:
             self._side.send(Failed(self._go.launch, self._go.generation, self._failures()))
             self._stop()
 
-    def _answer(self, asked: Any) -> Coroutine[Any, Any, None]:
-        if asked == STOP:
-            return self._tell("calls", self._calls.hold(needs_all=True))
-        if isinstance(asked, dict):
-            return self._tell("profile", profile(self._workers, asked))
-        return self._tell("stacks", answer(self._workers, asked))
+    def _asked(self, question: Ask) -> Awaitable[Any]:
+        match question.what:
+            case "stop":
+                return self._calls.hold(needs_all=True)
+            case "profile":
+                return profile(self._workers, question.id, **question.of)
+        return stacks_of(self._workers, question.id)
+
+    def _answer(self, asked: str, found: Awaitable[Any]) -> None:
+        """Report what is found for a question, when that is known; None: the task reports it."""
+
+        async def tell() -> None:
+            with self._guarded("answers"):
+                if (data := await found) is not None:
+                    self._report("answer", {"id": asked, "found": data})
+
+        self._answers.begin(tell())
 
     def _obey(self, stop: Stop) -> None:
         # Another node may have logged the reason in this terminal.
@@ -154,7 +166,7 @@ class Generation:
             return
         # Ranks that call `stopping` save at the call that the control node names; the others by the signal.
         spared = [self._workers.pids[rank] for rank in self._calls.calling()]
-        self._answers.begin(self._tell("calls", self._calls.hold(needs_all=False)))
+        self._answer(PREEMPTED, self._calls.hold(needs_all=False))
         self._stop(stop.signal, spared)
 
     def _stop(self, first_signal: int | None = None, spared: Collection[int] = ()) -> None:
@@ -218,13 +230,10 @@ class Generation:
         if data is not None:
             self._side.send(Report(kind, self._go.launch, self._go.generation, data))
 
-    async def _tell(self, kind: str, found: Awaitable[Plain | None]) -> None:
-        with self._guarded(kind):
-            self._report(kind, await found)
-
     async def _tell_last_progress(self) -> None:
         if (progress := self._observers.get("progress")) is not None:
-            await self._tell("progress", progress.ended())
+            with self._guarded("progress"):
+                self._report("progress", await progress.ended())
 
     def _guarded(self, kind: str) -> AbstractContextManager[None]:
         """Leave an observer that raises out of this generation, with a line in the log's details; it ends no launch."""

@@ -8,10 +8,10 @@ import asyncio
 import time
 from collections.abc import Mapping
 from textwrap import indent
-from typing import Any
 
 from ..gang.limits import WORKERS_S
-from ..gang.stacks import HANG, NodeStacks, alike
+from ..gang.questions import HANG
+from ..gang.stacks import NodeStacks, alike
 from ..gang.wire import Plain, to_plain
 from ..machine.frames import Found, without_stack
 from ..machine.network import is_connected_to
@@ -57,12 +57,13 @@ class HangObserver:
         return is_connected_to(self._workers.go.port, self._workers.running().values())
 
 
-async def answer(workers: Workers, asked: Any) -> Plain:
-    """Return what the workers do now, for the question that was `asked`; in a hang the log has it, too."""
+async def stacks_of(workers: Workers, asked: str) -> Plain:
+    """Return what the workers do now; in a hang the log has it, too."""
     found, (calls, silent) = await asyncio.gather(ask(workers.running(), WORKERS_S), recorders.ask(workers))
     if found and asked == HANG:
         workers.side.say("note", f"what the workers were doing:\n{text_of(found)}")
-    return {"id": asked, "found": to_plain(NodeStacks(workers.side.host, _to_send(workers, found), calls, silent))}
+    plain: Plain = to_plain(NodeStacks(workers.side.host, _to_send(workers, found), calls, silent))
+    return plain
 
 
 def _to_send(workers: Workers, found: Mapping[int, Found]) -> dict[int, Found]:

@@ -1,6 +1,6 @@
-"""Asks this node's workers which collectives they have called: torch's server in each, by HTTP on a unix socket.
+"""Asks this node's workers which collectives they have called.
 
-`worker/process_groups` starts the server. It has one of torch's flight recorders for CPUs and one for NCCL.
+Torch's server in each has one of torch's flight recorders for CPUs and one for NCCL.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from ..gang.collectives import Calls, reduced
 from ..machine import processes
 from ..machine.aside import Aside
 from ..machine.cgroup import own_folders
+from .torch_server import answer_of
 from .workers import Workers, worker_folder
 
-FILE, SOCKET = "process-groups.jsonl", "recorders"  # also in `worker/process_groups`
+FILE = "process-groups.jsonl"  # also in `worker/process_groups`
 # Torch's own page asks NCCL's for what is active (torch/distributed/debug/_debug_handlers.py, 2.13). But what a rank
 # that waits for nothing has called last stands in the others alone: `pg_status` has numbers that name no group.
 _HANDLERS = {"gloo": "fr_trace_json", "nccl": "dump_nccl_trace_json"}
@@ -75,30 +76,19 @@ async def _told(folder: str) -> tuple[dict[str, Any] | None, list[Any]]:
     try:
         with open(os.path.join(folder, FILE), encoding="ascii") as file:
             groups = [json.loads(line) for line in file if line.endswith("\n")]
-        parent = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-    except (OSError, ValueError):  # no group yet
-        return {}, groups
-    path = f"/proc/self/fd/{parent}/{SOCKET}"  # the whole one may be too long for a socket
-    try:
-        dumps = await asyncio.wait_for(asyncio.gather(*(_dump(path, each) for each in _HANDLERS.values())), _RANK_S)
+        dumps = await asyncio.wait_for(asyncio.gather(*(_dump(folder, each) for each in _HANDLERS.values())), _RANK_S)
         return {name: dump for name, dump in zip(_HANDLERS, dumps, strict=True) if dump is not None}, groups
     except asyncio.TimeoutError:  # no OSError before Python 3.11
         return None, groups
-    except (OSError, ValueError):  # no server: another torch, or no room for its threads
+    except (OSError, ValueError, EOFError):  # no group yet, or no server: another torch, or no room for its threads
         return {}, groups
-    finally:
-        os.close(parent)
 
 
-async def _dump(path: str, handler: str) -> Any:
+async def _dump(folder: str, handler: str) -> Any:
     """Return what a recorder holds; None where there is none, or too much."""
-    reader, writer = await asyncio.open_unix_connection(path)
-    try:
-        writer.write(f"POST /handler/{handler} HTTP/1.0\r\nHost: worker\r\nContent-Length: 0\r\n\r\n".encode())
-        await reader.readexactly(_MAX_BYTES)
-    except asyncio.IncompleteReadError as answer:
-        head, _, body = answer.partial.partition(b"\r\n\r\n")
-        return json.loads(body) if b" 200 " in head.partition(b"\r\n")[0] else None
-    finally:
-        writer.close()
+    async with answer_of(folder, handler) as (status, body):
+        try:
+            await body.readexactly(_MAX_BYTES)
+        except asyncio.IncompleteReadError as all_of_it:
+            return json.loads(all_of_it.partial) if status == 200 else None
     return None

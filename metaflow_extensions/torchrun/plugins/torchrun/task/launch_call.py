@@ -129,7 +129,6 @@ class LaunchCall:
                 self._store(store)
             finally:
                 self._member.uploads = False
-
         elif what == "profile":
             self._store_profile(*rest)
 
@@ -141,17 +140,17 @@ class LaunchCall:
         def do(begin: Begin) -> None:
             if before is not None:
                 before.await_end()
-            told: Plain = {"id": asked}
+            told: Plain = {}
             try:
                 with open(path, "rb") as file:
                     begin("a profile", os.fstat(file.fileno()).st_size)
                     told["parts"] = [store.save(data) for data in iter(partial(file.read, PART_BYTES), b"")]
             except Exception as error:
-                told["why"] = f"it could not be stored in {store.where}: {type(error).__name__}: {error}"
+                told["why"] = f"its trace could not be stored in {store.where}: {type(error).__name__}: {error}"
             finally:
                 with suppress(OSError):
                     os.unlink(path)
-            member.send(Report("profile", launch, generation, told))
+            member.send(Report("answer", launch, generation, {"id": asked, "found": told}))
 
         with suppress(RuntimeError):  # no more threads
             member.job = Transfer(do, self._link.wake)
