@@ -40,7 +40,7 @@ def see_a_profile(flow, path):
     assert {"ph", "ts", "pid", "tid"} <= trace[0].keys(), "what Chrome's viewer needs"
     flow.ask("profile", "--rank", "2", "--seconds", "0.5", "--to", f"{path}.gz")
     assert b"gloo:all_reduce" in gzip.decompress(path.with_suffix(".json.gz").read_bytes())
-    assert "no rank 9 runs" in flow.ask("profile", "--rank", "9", expect=1)
+    assert "no such rank runs" in flow.ask("profile", "--rank", "9", expect=1)
     assert "Missing option" in flow.ask("profile", expect=2), "never all by accident"
     assert "name a file in a folder" in flow.ask("profile", "--rank", "0", "--to", "/no/such/folder/x", expect=1)
 
