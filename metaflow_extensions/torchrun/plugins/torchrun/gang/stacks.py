@@ -109,8 +109,7 @@ def conclude(stacks: GangStacks, well: Collection[int]) -> tuple[str, dict[str, 
     first, why = look_first(ranks) if is_known and not stacks.collectives else ([], "")
     share = _MAX_CHARS // max(1, len(groups))
     kept = [{"ranks": its, **to_plain(found.bounded(share))} for its, found in groups[:_MAX_LINES]]
-    told = stacks.collectives
-    record = {"launch": stacks.launch, "first": first, "why": why, "stacks": kept, "collectives": told}
+    record = {"launch": stacks.launch, "first": first, "why": why, "stacks": kept}
     said = [] if groups else [_NOBODY]
     if well:
         said.append(f"The ranks of {names(sorted(well))} had ended well: do all ranks make the same number of steps?")
@@ -123,4 +122,4 @@ def conclude(stacks: GangStacks, well: Collection[int]) -> tuple[str, dict[str, 
         at.setdefault(f"{found.where}: {found.line}" if found.line else found.where, []).extend(its)
     places = [f"{names(numbers, 'Rank')}: {place}" for place, numbers in at.items()]
     more = [f"{len(places) - _MAX_LINES} more such lines are left out."] if len(places) > _MAX_LINES else []
-    return "\n".join([*told, *filter(None, [" ".join(said)]), *places[:_MAX_LINES], *more]), record
+    return "\n".join([*stacks.collectives, *filter(None, [" ".join(said)]), *places[:_MAX_LINES], *more]), record

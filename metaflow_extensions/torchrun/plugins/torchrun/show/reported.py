@@ -69,8 +69,7 @@ def hangs(view: GangView) -> list[Part]:
     ]
     said, first = _HANG.format(view.hangs["launch"]), view.hangs["first"]
     said += f" Look at {names(first, 'rank')} first: {view.hangs['why']}." if first else ""
-    collectives = [Sentence(each) for each in view.hangs.get("collectives", ())]
-    return [*collectives, Sentence(said), *blocks]
+    return [Sentence(said), *blocks]
 
 
 def outputs(view: GangView) -> list[Part]:
