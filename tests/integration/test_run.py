@@ -209,7 +209,7 @@ def test_the_working_directory_hides_nothing_and_a_module_is_found_beside_the_fl
     empty.mkdir()
     for name in ("random", "queue", "timeit", "pprint", "torch"):
         (hiding / f"{name}.py").write_text("raise AssertionError('of the working directory')")
-    module = {"entrypoint": "pkg.inner.train", "module": True, "cwd": str(empty)}
+    module = {"entrypoint": "pkg.inner.train", "module": True, "cwd": str(empty), "warm": "workers"}
     runs = [{"entrypoint": "worker.py", "warm": "workers"}, module]
     ended = run_flow("--nodes", "1", folder=hiding, flow=flow, runs_=runs, attrs={"nproc_per_node": 1})
     assert len(ended.notes("worker-launch*")) == 2

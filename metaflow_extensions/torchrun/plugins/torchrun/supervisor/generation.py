@@ -262,7 +262,8 @@ class Generation:
         """Handle an event; return the failure that it reports, for the log, or None."""
         match event:
             case Refused():
-                self._side.say("note", f"torchrun starts cold: {event.reason}")
+                is_detail = not self._call.has_warm_workers  # what nobody has asked for
+                self._side.say("note", f"torchrun starts cold: {event.reason}", is_detail)
             case Unreached():
                 about = {"address": self._call.main_addr, "port": self._go.port, "why": event.why}
                 self._report("unreached", about)
