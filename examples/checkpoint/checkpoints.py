@@ -13,20 +13,26 @@ from typing import Any
 
 
 class InMetaflow:
-    """The checkpoints that `@checkpoint` stores for all attempts of the step's task."""
+    """The checkpoints of a training that `@checkpoint` stores: of all attempts, also in runs that resume it."""
+
+    def __init__(self, training: str) -> None:
+        self.training = training
 
     def save(self, part: Path, about: dict[str, int]) -> None:
         from metaflow import Checkpoint
 
         # Each process numbers its checkpoints from 0, also after a restart. So without its own name, this one would
         # overwrite an earlier one.
-        Checkpoint().save(str(part), name="-".join(f"{word}{number}" for word, number in about.items()), metadata=about)
+        name = "-".join(f"{word}{number}" for word, number in about.items())
+        Checkpoint().save(str(part), name=name, metadata={"training": self.training, **about})
 
     def parts(self) -> Iterator[tuple[dict[str, int], Any]]:
         from metaflow import Checkpoint
 
-        for found in Checkpoint().list():
-            yield {"attempt": int(found["attempt"]), **found["metadata"]}, found["key"]
+        for found in Checkpoint().list(full_namespace=True):  # of all runs
+            if found["metadata"].get("training") == self.training:
+                run = int(found["pathspec"].split("/")[1])
+                yield {"run": run, "attempt": int(found["attempt"]), **found["metadata"]}, found["key"]
 
     def load(self, key: Any, folder: Path) -> None:
         from metaflow import Checkpoint
@@ -50,15 +56,15 @@ class InFolder:
         for path in self.folder.glob("*"):
             if path.suffix != ".unfinished":
                 about = dict(word.split("-") for word in path.name.split("."))
-                yield {"attempt": 0, **{word: int(number) for word, number in about.items()}}, path
+                yield {"run": 0, "attempt": 0, **{word: int(number) for word, number in about.items()}}, path
 
     def load(self, key: Any, folder: Path) -> None:
         shutil.copytree(key, folder, dirs_exist_ok=True)
 
 
-def open_store(folder: Path) -> InMetaflow | InFolder:
+def open_store(folder: Path, training: str) -> InMetaflow | InFolder:
     """Return the store: a task with @checkpoint has this variable, and its workers inherit it."""
-    return InMetaflow() if "METAFLOW_CHECKPOINT_UID" in os.environ else InFolder(folder)
+    return InMetaflow(training) if "METAFLOW_CHECKPOINT_UID" in os.environ else InFolder(folder)
 
 
 def save_part(store: InMetaflow | InFolder, folder: Path, step: int, part: int = 0, parts: int = 1) -> None:
@@ -71,6 +77,6 @@ def find_last(store: InMetaflow | InFolder) -> tuple[int, list[Any]] | None:
     """Return the last complete checkpoint: its number of steps, and the keys of its parts."""
     found: dict[tuple[int, ...], list[Any]] = defaultdict(list)
     for about, key in store.parts():
-        found[about["step"], about["attempt"], about["restart"], about["parts"]].append(key)
+        found[about["step"], about["run"], about["attempt"], about["restart"], about["parts"]].append(key)
     whole = [checkpoint for checkpoint, keys in found.items() if len(keys) == checkpoint[-1]]
     return (max(whole)[0], found[max(whole)]) if whole else None

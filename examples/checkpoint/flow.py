@@ -24,6 +24,7 @@ class CheckpointFlow(FlowSpec):
 
     @step
     def start(self):
+        self.training = current.run_id  # a run that `resume` starts keeps this value
         self.next(self.train, num_parallel=self.nodes)
 
     @retry(times=2, minutes_between_retries=0)
@@ -37,7 +38,8 @@ class CheckpointFlow(FlowSpec):
         self.trained = None
         with tempfile.TemporaryDirectory() as folder:
             weights = Path(folder, "weights.pt")
-            args = {"steps": self.steps, "every": self.every, "pause": self.pause, "output": weights}
+            args = {"training": self.training, "steps": self.steps, "every": self.every, "pause": self.pause}
+            args["output"] = weights
             if first and self.die_at:
                 args["die-at"] = self.die_at
             current.torch.run(

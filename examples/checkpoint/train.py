@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from checkpoints import open_store, save_part
+from metaflow_torchrun import stopping
 from resuming import last_checkpoint
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +35,7 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 class Trainer:
     def __init__(self, args: argparse.Namespace) -> None:
-        self.store, self.step = open_store(args.checkpoints), 0
+        self.store, self.step = open_store(args.checkpoints, args.training), 0
         self.model = build_model()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.resume()
@@ -74,19 +75,6 @@ class Trainer:
         return self.model.state_dict()
 
 
-class Stop:
-    """Notices SIGTERM, which the workers of a node get when it must end. All ranks must stop after the same step."""
-
-    def __init__(self) -> None:
-        self.asked = torch.zeros(1)
-        signal.signal(signal.SIGTERM, lambda *_: self.asked.fill_(1))
-
-    def on_any_rank(self) -> bool:
-        asked = self.asked.clone()
-        dist.all_reduce(asked, dist.ReduceOp.MAX)
-        return bool(asked)
-
-
 def die_at(step: int) -> None:
     """Kill the last rank by SIGKILL after this step, once, to show what happens."""
     if dist.get_rank() == dist.get_world_size() - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -95,16 +83,16 @@ def die_at(step: int) -> None:
 
 
 def train(trainer: Trainer, args: argparse.Namespace) -> None:
-    stop = Stop()
     while trainer.step < args.steps:
+        if stopping():  # on all ranks before the same step, when a node is told to end
+            if trainer.step % args.every:  # else it is saved
+                trainer.save()
+            return
         loss = trainer.train_step()
-        stopped = stop.on_any_rank()
-        if stopped or trainer.step % args.every == 0 or trainer.step == args.steps:
+        if trainer.step % args.every == 0 or trainer.step == args.steps:
             trainer.save()
         if dist.get_rank() == 0:
             print(f"step {trainer.step}: loss {loss:.6f}")
-        if stopped:
-            return
         time.sleep(args.pause)
         if trainer.step == args.die_at:
             die_at(trainer.step)
@@ -118,6 +106,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="steps in all, including those before a checkpoint")
     parser.add_argument("--every", type=int, default=4, help="steps between two checkpoints")
     parser.add_argument("--checkpoints", type=Path, default="checkpoints", help="where, if not in Metaflow's datastore")
+    parser.add_argument("--training", default="", help="its name in Metaflow's datastore, the same after `resume`")
     parser.add_argument("--output", type=Path, help="rank 0 writes the model's weights here")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait after each step")
     parser.add_argument("--die-at", type=int, help="let the last rank die once after so many steps")

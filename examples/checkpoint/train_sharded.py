@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 class ShardedTrainer(train.Trainer):
     def __init__(self, args) -> None:
-        self.store, self.step = open_store(args.checkpoints), 0
+        self.store, self.step = open_store(args.checkpoints, args.training), 0
         self.model = self.ddp = train.build_model()
         fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)

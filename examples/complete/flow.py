@@ -14,14 +14,15 @@ class CompleteFlow(FlowSpec):
 
     @step
     def start(self):
+        # Each run has its own. `resume` starts another run, which keeps this value.
+        self.checkpoint = Path(self.checkpoints, current.run_id, "last.pt").resolve()
         self.next(self.train, num_parallel=self.nodes)
 
     @card(type="torchrun")
     @torchrun(max_restarts=2, hang_timeout_s=600)
     @step
     def train(self):
-        checkpoint = Path(self.checkpoints, current.run_id, "last.pt").resolve()  # each run has its own
-        args = {"epochs": self.epochs, "checkpoint": checkpoint, "fail-after": self.fail_after}
+        args = {"epochs": self.epochs, "checkpoint": self.checkpoint, "fail-after": self.fail_after}
         self.result = current.torch.run("train.py", args, nproc_per_node=self.nproc, outputs=["model.pt"])
         self.next(self.join)
 

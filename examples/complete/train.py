@@ -59,13 +59,13 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    begin = 0
     if last := load(args.checkpoint):
         model.load_state_dict(last["model"])
         optimizer.load_state_dict(last["optimizer"])
-        begin = last["epoch"] + 1
         if rank == 0:
             print(f"goes on after epoch {last['epoch']}")
+    begin = last["epoch"] + 1 if last else 0
+    Path("model.pt").unlink(missing_ok=True)  # of an earlier run: after a failure it would be stored
     parallel = nn.parallel.DistributedDataParallel(model)
     for epoch in range(begin, args.epochs):
         if stopping():
@@ -81,8 +81,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         report(step=number, accuracy=accuracy)
         if rank == 0:
             print(f"epoch {epoch}: loss {loss.item():.4f}, accuracy {accuracy:.1%}")
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-            save(args.checkpoint, state)
+            save(args.checkpoint, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch})
         dist.barrier()  # the checkpoint is there
         if epoch == args.fail_after and rank == ranks - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             raise RuntimeError("told to fail here")

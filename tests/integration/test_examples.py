@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -94,6 +96,25 @@ def test_complete_goes_on_from_its_checkpoint_after_a_failure(example):
     assert re.findall(r"\[rank 0\] epoch (\d+): loss 0", flow.text) == ["0", "1", "2", "3"]
     assert re.search(r"accuracy 9\d\.\d%, restarts 1\n", flow.text), flow.text
     assert "stored: <Outputs: 1 file" in flow.text
+
+
+@pytest.mark.long
+def test_complete_is_resumed_where_it_was_interrupted(start_flow, tmp_path):
+    """A resumed run has another number. What was reported last before Ctrl-C is kept."""
+    folder = tmp_path / "complete"
+    shutil.copytree(REPOSITORY / "examples" / "complete", folder)
+    assert "python flow.py resume\n" in texts("complete", "bash")
+    flow = start_flow("--nproc", "1", "--epochs", "60", flow="flow.py", folder=folder)
+    flow.await_text("epoch 6: loss")
+    os.killpg(flow.process.pid, signal.SIGINT)
+    assert flow.wait(END_S) != 0, flow.text
+    last = int(re.findall(r"epoch (\d+): loss", flow.text)[-1])
+    (step,) = re.findall(r"rank 0 +step (\d+) of 3840", flow.ask("show"))
+    assert int(step) >= 64 * last
+    flow = start_flow(flow="flow.py", folder=folder, command="resume")
+    flow.await_text(f"goes on after epoch ({last}|{last - 1})\n")  # it is saved after that line
+    os.killpg(flow.process.pid, signal.SIGINT)
+    flow.wait(END_S)
 
 
 @pytest.mark.long

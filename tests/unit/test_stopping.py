@@ -16,6 +16,7 @@ from unit_helpers import write
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as say
 from metaflow_extensions.torchrun.plugins.torchrun.gang.limits import NODES_MARGIN_S
 from metaflow_extensions.torchrun.plugins.torchrun.gang.questions import PREEMPTED, Question
+from metaflow_extensions.torchrun.plugins.torchrun.show.words import sentence
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.calls import CallCounts
 
@@ -151,6 +152,7 @@ def test_a_command_ends_a_launch_well_for_all():
     assert gang.state.answers == {"id": {"call": 6, "why": ""}}
     gang.all_ended()
     assert [(end.error, end.stopped) for end in gang.got(1, "Verdict")] == [(None, True)]
+    assert "have ended well, stopped by a command: trained" in sentence(gang.state.view)
     stop(gang, "late")
     assert gang.state.answers["late"]["why"] == "no worker runs, or they are about to end"
 

@@ -917,7 +917,8 @@ class Gang:
         launch.running.clear()
         launch.stores.clear()
         self._see(*(("done", "the launch has ended well") if error is None else ("failed", "the launch has failed")))
-        view.turn("done" if error is None else "failed", view.why if error is not None else "")
+        why = "stopped by a command" * launch.is_stopped if error is None else view.why
+        view.turn("done" if error is None else "failed", why)
         view.place((), LATE_S)
         view.goodput.enter("own_code", view.now_s)
         if error is None:

@@ -92,7 +92,8 @@ def sentence(view: GangView) -> str:
             waits = f", which wait for {view.waits_for}" if view.waits_for else ""
             return _ended(f"All workers start again{waits}", view.why)
         case "done":
-            return f"{workers} {'has' if is_one else 'have'} ended well{after}: {took}.{is_own}"
+            ended = ", ".join(filter(None, (f"{workers} {'has' if is_one else 'have'} ended well", view.why)))
+            return f"{ended}{after}: {took}.{is_own}"
     if outcome == "done":
         return _ended(f"The step has ended well, though launch {view.launch} had failed", view.why)
     when = f"after {duration(view.since_s)}" if view.began_s is None else f"({took})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import shutil
@@ -196,6 +195,7 @@ class Generation:
         self._logs.let_end()
         try:
             await self._agent.close(grace_s)
+            await self._tell_last_progress()
         finally:
             for end in self._workers.failed():  # also those of which torchrun alone has said so
                 self._logs.read_now(end.local_rank, failed=True)
@@ -206,7 +206,7 @@ class Generation:
 
     async def finish(self) -> Ended:
         """Read the last output of workers that have ended, tell the gang of it, and return how they did."""
-        trained_alone, _ = await asyncio.gather(self._workers.trained_alone(), self._tell_last_progress())
+        trained_alone = await self._workers.trained_alone()
         await self.close()
         call, ok = self._call, self._ended_well
         if self._left:
