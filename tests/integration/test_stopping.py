@@ -1,6 +1,5 @@
 """`metaflow_torchrun.stopping` and a profile in real launches: a command, and a loss that is told of before."""
 
-import gzip
 import json
 import os
 import re
@@ -38,8 +37,6 @@ def see_a_profile(flow, path):
     trace = json.loads(path.read_text())["traceEvents"]
     assert "gloo:all_reduce" in {event.get("name") for event in trace}
     assert {"ph", "ts", "pid", "tid"} <= trace[0].keys(), "what Chrome's viewer needs"
-    flow.ask("profile", "--rank", "2", "--seconds", "0.5", "--to", f"{path}.gz")
-    assert b"gloo:all_reduce" in gzip.decompress(path.with_suffix(".json.gz").read_bytes())
     assert "no such rank runs" in flow.ask("profile", "--rank", "9", expect=1)
     assert "Missing option" in flow.ask("profile", expect=2), "never all by accident"
     assert "name a file in a folder" in flow.ask("profile", "--rank", "0", "--to", "/no/such/folder/x", expect=1)
@@ -56,7 +53,7 @@ def test_before_a_loss_all_ranks_save_the_same_step(start_flow):
 
 def test_where_rank_0_alone_asks_a_command_stops_nothing_and_a_loss_ends_all_in_time(start_flow):
     flow = begin(start_flow, "rank0")
-    assert "not all ranks there have called metaflow_torchrun.stopping()" in flow.ask("stop", expect=1)
+    assert "on nodes 0, 1, not all ranks have called metaflow_torchrun.stopping()" in flow.ask("stop", expect=1)
     assert flow.process.poll() is None
     at = time.monotonic()
     os.kill(flow.note("task-1")["pid"], signal.SIGTERM)

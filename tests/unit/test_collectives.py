@@ -186,6 +186,7 @@ def test_of_many_groups_that_wait_the_one_is_told_for_which_they_all_wait(world)
     began = time.monotonic()
     for number, node in enumerate(nodes):
         asked.keep(number, from_plain(NodeStacks, to_plain(node), ""))
+    assert asked.is_over(0.0, {*range(len(nodes))})
     answer = gathered(asked, len(nodes), ())
     assert time.monotonic() - began < 20, "the control node's"
     assert answer.collectives[0] == (

@@ -15,6 +15,8 @@ def of(*history, until):
             found.go(*more or [False], at_s)
         elif what == "step":
             found.step(*more, at_s)
+        elif what == "restart":
+            found.restart()
         elif what == "run":
             found.all_run(at_s)
         else:
@@ -26,7 +28,15 @@ def of(*history, until):
 # restart: 5 s to stop, 55 s until step 61 again, and 40 s for steps 61 to 100. Then 700 s of progress, and 10 s to store.
 RESTARTED = [
     *((10, "waiting"), (30, "go"), (35, "run"), (90, "step", 1), (190, "step", 100)),
-    *((190, "end"), (195, "go", True), (200, "run"), (250, "step", 61), (280, "step", 90), (290, "step", 101)),
+    *(
+        (190, "end"),
+        (192, "restart"),
+        (195, "go", True),
+        (200, "run"),
+        (250, "step", 61),
+        (280, "step", 90),
+        (290, "step", 101),
+    ),
     *((990, "step", 800), (990, "end"), (1000, "own_code")),
 ]
 # Two launches without a report: of the first, workers run for 95 s; of the second for 40 s and, after a restart, for 30 s.
@@ -41,14 +51,20 @@ SILENT = [
         (170, "go"),
         (180, "run"),
     ),
-    *((220, "end"), (222, "go", True), (230, "run"), (260, "end"), (260, "own_code")),
+    *((220, "end"), (221, "restart"), (222, "go", True), (230, "run"), (260, "end"), (260, "own_code")),
+]
+# Steps that are counted anew in each epoch, and no other task in the place of a lost one.
+EPOCHS = [
+    *((0, "waiting"), (0, "go"), (10, "step", 0), (20, "step", 99), (30, "step", 49), (40, "step", 99), (40, "end")),
+    *((42, "restart"), (90, "end")),
 ]
 # A hang: 20 s of progress, and 100 s until it is ended.
 HANGS = [(0, "waiting"), (0, "go"), (10, "step", 1), (30, "step", 20), (130, "end"), (140, "own_code")]
 # A second failure before the steps of the first are done again: steps 1 to 10 three times, 11 to 20 twice.
 TWICE = [
-    *((0, "waiting"), (0, "go"), (10, "step", 1), (30, "step", 20), (30, "end"), (30, "go", True), (40, "step", 1)),
-    *((50, "step", 10), (50, "end"), (50, "go", True), (60, "step", 1), (80, "step", 21), (100, "end")),
+    *((0, "waiting"), (0, "go"), (10, "step", 1), (30, "step", 20), (30, "end"), (30, "restart"), (30, "go", True)),
+    *((40, "step", 1), (50, "step", 10), (50, "end"), (50, "restart"), (50, "go", True), (60, "step", 1)),
+    *((80, "step", 21), (100, "end")),
 ]
 
 
@@ -66,7 +82,8 @@ TWICE = [
             SILENT,
             260,
             {"own_code": 60, "waiting": 10, "start": 15, "runs": 165, "restarts": 10},
-            "Of 4 min 20 s: the step's own code 1 min 0 s; waiting for nodes 10 s; start 15 s; 1 restart cost 10 s.",
+            "Of 4 min 20 s: the step's own code 1 min 0 s; waiting for nodes 10 s; start 15 s; "
+            "running 2 min 45 s; 1 restart cost 10 s.",
         ),
         (
             TWICE,
@@ -79,6 +96,12 @@ TWICE = [
             140,
             {"start": 10, "progress": 20, "end": 110},
             "14 % of 2 min 20 s was progress. Start 10 s; ending 1 min 50 s.",
+        ),
+        (
+            EPOCHS,
+            100,
+            {"start": 10, "progress": 30, "restarts": 50, "end": 10},
+            "30 % of 1 min 40 s was progress. Start 10 s; ending 10 s.",
         ),
         (HANGS[:4], 40, {"start": 10, "progress": 30}, "75 % of 40 s was progress. Start 10 s."),
         ([(3, "waiting")], 5, {"own_code": 3, "waiting": 2}, "Of 5 s: the step's own code 3 s; waiting for nodes 2 s."),

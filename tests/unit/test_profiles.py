@@ -96,9 +96,9 @@ def test_the_task_stores_the_trace(node):
 @pytest.mark.parametrize(
     ("served", "why"),
     [
-        (None, "it has no process group, or its PyTorch has no server for it"),
-        (answer("501 Not Implemented", b"ImportError: no such module"), "its PyTorch can't: ImportError: no such"),
-        (answer("404 Not Found", b""), "its PyTorch can't: 404"),
+        (None, "it has no process group, its PyTorch has no server for it"),
+        (answer("501 Not Implemented", b"ImportError: no such module"), "it can't: ImportError: no such"),
+        (answer("404 Not Found", b""), "it can't: 404"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 900000000\r\n\r\n" + b"x" * 3_000_000, "its trace is larger than 2 MiB"),
         (b"nonsense", "IncompleteReadError"),
     ],

@@ -95,6 +95,7 @@ class Node:
         self.call = SimpleNamespace(ranks=range(first_rank, first_rank + 2))
         self.files, self.reported_at = Patient(), None
         self.shown = []
+        (folder / "metrics").mkdir()
         self.side = SimpleNamespace(say=lambda kind, text: self.shown.append(text))
         self.observer = ProgressObserver(self, self._clock)
 

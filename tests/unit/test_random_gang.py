@@ -302,7 +302,7 @@ class AnyGang(RuleBasedStateMachine, GangOf):
         self.play(data.draw(st.sampled_from([*self.acts()])))
         self.hear()
         waiting = {task.node for task in self.living() if task.waits and task.held is None}
-        waits_for = {node for each in self.state._questions.values() for node in each.found}
+        waits_for = {node for each in self.state._questions.values() for node in each.nodes}
         if self.state.phase is Phase.RUNNING:
             assert self.state.launch.running & waiting <= waits_for, "ranks wait in stopping() for ever"
 

@@ -100,6 +100,7 @@ OTHERS = {
     *("_backend", "_default_pg_init_method", "_get_sequence_nr", "_shared_state"),
     # Without these no collective is known in a hang (torch 2.13); ``test_missing_ranks.py`` takes one of torch's away.
     *("_pg_names", "_pg_group_ranks", "_initializing"),
+    "_is_profiler_enabled",  # two profilers at a time crash
     "_torch_profile",  # of its debug handlers; without it `torchrun profile` says so
     "_popen",  # of torch's `SubprocessHandler`; without it each launch fails at its start, as `make test-matrix` shows
 }

@@ -16,8 +16,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.questions import HANG
 from metaflow_extensions.torchrun.plugins.torchrun.gang.stacks import GangStacks, NodeStacks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found
-from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry, Reply, Request
-from metaflow_extensions.torchrun.plugins.torchrun.show import commands, stacks_command
+from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry, Replies, Reply, Requests
+from metaflow_extensions.torchrun.plugins.torchrun.show import asking, commands, stacks_command
 
 
 def node_stacks(node, line=1):
@@ -109,14 +109,15 @@ def run(tmp_path, monkeypatch):
 
         def sleep(seconds):
             clock[0] += seconds
-            request = registry.load(Request)
+            request = (registry.load(Requests) or Requests()).last.get("stacks")
             if ends and not given:
                 write(tmp_path / "Flow" / "1" / "train" / "2" / "0.DONE.lock", "")
             elif given and request is not None and request.id not in seen:
                 seen.add(request.id)
-                registry.save(Reply(request, clock[0], to_plain(given.pop(0))))
+                registry.save(Replies({"stacks": Reply(request, clock[0], to_plain(given.pop(0)))}))
 
         fake = SimpleNamespace(**{**vars(time), "sleep": sleep, "monotonic": lambda: clock[0]})
+        monkeypatch.setattr(asking, "time", fake)
         monkeypatch.setattr(stacks_command, "time", fake)
         obj = SimpleNamespace(flow=SimpleNamespace(name="Flow"), graph=[], flow_datastore=datastore)
         asked = CliRunner().invoke(commands.torchrun, ["stacks", "1/train", *options], obj=obj)

@@ -43,6 +43,7 @@ class Node:
 
     def __init__(self, folder):
         self.folder = folder
+        (folder / "metrics").mkdir()
         call = Call("loop.py", (), False, nproc=3, num_nodes=2, node_index=1, python=sys.executable)
         self.workers = SimpleNamespace(call=call, folder=str(folder), codes={})
         self.calls = CallCounts(self.workers)
@@ -76,6 +77,20 @@ def test_all_ranks_stop_at_the_call_that_the_slowest_can_still_reach(node):
     assert [int(loop.communicate()[0]) for loop in loops] == [call] * 3
     node.calls.stop_at(call + 5)  # a second command
     assert node.hold() == call
+
+
+def test_where_the_first_order_has_stopped_nothing_a_second_one_counts_anew(node):
+    loop = node.start(0, 0.3, 10**6)
+    node.until_calling(3)
+    while not (waits := node.hold(needs_all=False)) or node.calls._pages[3][2] != waits:
+        time.sleep(0.01)  # it waits in that call
+    node.calls.stop_at(0)
+    time.sleep(0.1)  # it has gone on into the step after it, and can stop at the next call only
+    assert node.hold(needs_all=False) == waits + 1
+    node.calls.stop_at(waits + 1)
+    assert not node.calls.have_stopped()
+    assert int(loop.communicate()[0]) == waits + 1
+    assert node.calls.have_stopped()
 
 
 def test_a_rank_that_never_calls_it_keeps_all_others_going_for_a_command(node):
@@ -112,18 +127,20 @@ def test_outside_of_a_launch_it_is_false(tmp_path, monkeypatch):
     [
         (True, {0: 7, 1: 9}, 9, None),
         (True, {0: 7, 1: None}, 0, "node 1 did not answer in time"),
-        (True, {0: 7, 1: 0}, 0, "node 1: not all ranks there have called metaflow_torchrun.stopping()"),
-        (True, {0: 7, 1: "has no workers"}, 7, None),
-        (True, {0: "has no workers"}, 0, "its workers have ended meanwhile"),
+        (True, {0: 7, 1: 0}, 0, "on node 1, not all ranks have called metaflow_torchrun.stopping()"),
+        (True, {0: 7, 1: "failed"}, 7, None),
+        (True, {0: "failed"}, 0, "its workers have ended meanwhile"),
         (False, {0: 7, 1: 0}, 7, None),  # all end in any case
-        (False, {0: 0, 1: 0}, 0, "nodes 0, 1: not all ranks there have called metaflow_torchrun.stopping()"),
+        (False, {0: 7, 1: None}, 7, None),
+        (False, {0: 0, 1: 0}, 0, "on nodes 0, 1, not all ranks have called metaflow_torchrun.stopping()"),
     ],
 )
 def test_the_call_is_the_last_of_those_in_which_the_ranks_wait(needs_all, told, call, why):
     question = Question("stop", (0, 0), told, 4.0)
     for node, found in told.items():
-        question.keep(node, found)
-    assert (question.is_over(3.9), question.is_over(4.0)) == (None not in told.values(), True)
+        if found is not None:
+            question.keep(node, found)
+    assert (question.is_over(3.9, {*told}), question.is_over(4.0, {*told})) == (None not in told.values(), True)
     assert question.agreed_call(needs_all) == (call, why or "")
 
 
@@ -150,11 +167,11 @@ def test_a_command_ends_a_launch_well_for_all():
     calls(gang, "id", 4, 6)
     assert [at.call for node in (0, 1) for at in gang.got(node, "StopAt")] == [6, 6]
     assert gang.state.answers == {"id": {"call": 6, "why": ""}}
-    gang.all_ended()
+    gang.all_ended(stopped=True)
     assert [(end.error, end.stopped) for end in gang.got(1, "Verdict")] == [(None, True)]
     assert "have ended well, stopped by a command: trained" in sentence(gang.state.view)
     stop(gang, "late")
-    assert gang.state.answers["late"]["why"] == "no worker runs, or they are about to end"
+    assert gang.state.answers["late"]["why"] == "no worker runs, or all are about to end"
 
 
 def test_a_command_stops_nothing_where_a_node_does_not_answer():
@@ -173,7 +190,7 @@ def test_before_a_loss_the_ranks_stop_at_one_call():
     stop(gang)
     gang.failed(1, preemption())
     gang.pass_time(1)
-    assert gang.state.answers["id"]["why"] == "no worker runs, or they are about to end"
+    assert gang.state.answers["id"]["why"] == "no worker runs, or all are about to end"
     calls(gang, "id", 9, 9)
     assert gang.got(0, "StopAt") == []
     calls(gang, PREEMPTED, 4, 5)

@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeVar
 
 from .compat.datastore import metadata_of
 from .errors import GangError, TorchrunError
-from .gang.messages import What
 from .gang.view import GangView, Word, told_by_others
 from .gang.wire import from_plain, to_plain
 
@@ -38,11 +37,10 @@ class AddressRecord:
 
 @dataclass(frozen=True)
 class Request:
-    """A question to a gang that runs. It is stored beside its view, where the gang looks for it."""
+    """What a command wants to know of a gang that runs."""
 
     id: str  # something random
-    what: What = "stacks"
-    of: dict[str, Any] = field(default_factory=dict)  # see `gang.messages.Ask`
+    of: dict[str, Any]  # see `gang.messages.Ask`
 
 
 @dataclass(frozen=True)
@@ -51,10 +49,24 @@ class Reply:
 
     request: Request
     time: float  # when it was made, in seconds since 1970, by the control node's clock
-    data: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any]
 
 
-_NAMES = {AddressRecord: "torchrun_gang.json", Request: "torchrun_request.json", Reply: "torchrun_answer.json"}
+@dataclass(frozen=True)
+class Requests:
+    """The last request of each kind, `What`. They are stored beside the gang's view, where the gang looks for them."""
+
+    last: dict[str, Request] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Replies:
+    """The last reply of each kind."""
+
+    last: dict[str, Reply] = field(default_factory=dict)
+
+
+_NAMES = {AddressRecord: "torchrun_gang.json", Requests: "torchrun_requests.json", Replies: "torchrun_answers.json"}
 _VIEW = "torchrun_view.json"
 
 
@@ -71,9 +83,7 @@ class Registry:
             flow_datastore, run_id, step_name, control_task_id, attempt
         )
 
-    # There is one request and one answer at a time, so that they stay bounded: the next takes the place of the last.
-
-    def save(self, record: AddressRecord | Request | Reply) -> None:
+    def save(self, record: AddressRecord | Requests | Replies) -> None:
         """Write a record, in the place of the last one of its kind."""
         self._save(_NAMES[type(record)], to_plain(record))
 

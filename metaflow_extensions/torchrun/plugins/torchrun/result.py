@@ -67,10 +67,10 @@ class TorchrunResult(Generic[_T]):
     history : dict of str to list of (int, float)
         The step and the value of rank 0's reports, by name: at most 200 points for each of at most 20 names. Only the
         result of the control node, ``inputs[0].result`` in a join, has them.
-    goodput : dict of str to float
+    goodput : dict of str to float, int or None
         Where the time of the attempt went until the launch's end, on the control node; ``docs/metrics.md`` lists the keys.
     stopped : bool
-        Whether ``python flow.py torchrun stop`` has ended the launch before its time.
+        Whether ranks have left their loop because of ``python flow.py torchrun stop``.
     outputs : Outputs or None
         The files that ``run(outputs=...)`` has stored; None without that argument. With ``outputs_from="all"``, the
         control node's result has those of all nodes, and another node's its own.

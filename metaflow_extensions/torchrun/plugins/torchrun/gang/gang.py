@@ -46,7 +46,7 @@ from .messages import (
 )
 from .policy import Group, Rules, follow
 from .progress import Progress
-from .questions import HANG, LIMITS, NO_WORKERS, PREEMPTED, Question
+from .questions import HANG, LIMITS, PREEMPTED, Question
 from .stacks import GangStacks, NodeStacks, conclude, gathered, hang
 from .view import GangView, NodeView, Presence, State
 from .wire import from_plain
@@ -476,11 +476,6 @@ class Gang:
     def _end_call(self, node: Node) -> None:
         self._called.pop(node.index, None)
         self._calls.pop(node.index, None)
-        self._has_no_answer(node, "is no longer in the gang")
-
-    def _has_no_answer(self, node: Node, why: str) -> None:
-        for question in self._questions.values():
-            question.keep(node.index, why)
 
     def _see_call(self, number: int, nproc: int | None) -> None:
         """Note that a node has called a launch, perhaps as the first one."""
@@ -650,7 +645,9 @@ class Gang:
                 launch.active_at, launch.has_begun = max(launch.active_at, self._now - data["age_s"]), True
             case "answer" if (question := self._questions.get(data["id"])) is not None:
                 found = data["found"]
-                question.keep(index, from_plain(NodeStacks, found, "stacks") if question.what == "stacks" else found)
+                if question.what == "stacks" and not isinstance(found, str):
+                    found = from_plain(NodeStacks, found, "stacks")
+                question.keep(index, found)
             case "usage":
                 view.take_usage(index, data)
             case "outputs":
@@ -668,16 +665,15 @@ class Gang:
             nodes = nodes.intersection(launch.group.nodes[at : at + 1])
         if what != "stacks" and self.phase is not Phase.RUNNING:
             nodes = set()
-        self._question(asked, what, nodes, self._now + LIMITS[what])
-        self._send(Ask(launch.number, launch.generation, asked, what, of), *sorted(nodes))
-
-    def _question(self, asked: str, what: What, nodes: Iterable[int], due_at_s: float = float("inf")) -> None:
-        self._questions[asked] = Question(what, (self.launch.number, self.launch.generation), nodes, due_at_s)
+        about = launch.number, launch.generation
+        self._questions[asked] = Question(what, about, nodes, self._now + LIMITS[what])
+        self._send(Ask(*about, asked, what, of), *sorted(nodes))
 
     def _answer_questions(self) -> None:
         """Answer those that are over."""
+        about = self.launch.number, self.launch.generation
         for asked, question in list(self._questions.items()):
-            if question.is_over(self._now):
+            if question.is_over(self._now, self.launch.running if question.about == about else frozenset()):
                 del self._questions[asked]
                 answer = self._answer(asked, question)
                 if asked == HANG:
@@ -696,9 +692,8 @@ class Gang:
     def _stop_at(self, asked: str, question: Question) -> dict[str, Any]:
         """Tell the ranks that wait in a call of `stopping` at which one they all stop; return it, or why there is none."""
         call, why = question.agreed_call(needs_all=asked != PREEMPTED)
-        self._send(StopAt(*question.about, call), *sorted(question.found))
+        self._send(StopAt(*question.about, call), *sorted(question.nodes))
         if call:
-            self.launch.is_stopped = asked != PREEMPTED
             text = f"all ranks stop at call {call} of stopping()"
             self._see("stop_at", text)
             self._send(Note(text), CONTROL)
@@ -772,7 +767,6 @@ class Gang:
             view.enter("stopped", [node.index])
         if line := self.progress.ended(node.index, ended.ok):
             self._send(Note(line), CONTROL)  # before the verdict, with which the log of the launch ends
-        self._has_no_answer(node, NO_WORKERS)
         launch.ended[node.index] = replace(ended, failures=())
         launch.running.discard(node.index)
         launch.fails |= not ended.ok
@@ -790,20 +784,20 @@ class Gang:
         if self.phase is Phase.PAUSING:  # nothing runs, and nothing can start any more
             self._store(self._error_of_launch())
             return
-        self.phase, cause = Phase.STOPPING, launch.cause
-        self.view.goodput.enter("end", self.view.now_s)
-        launch.until = self._now + self.rules.stop_s
+        cause = launch.cause
+        for question in self._questions.values():  # a command has nothing to stop any more
+            if question.what == "stop":
+                question.end()
         # A preempted node has time for its workers to save.
         saves = cause is not None and cause.category == "preempted"
+        if saves:
+            self._ask(PREEMPTED, "stop", {})
+        self.phase, launch.until = Phase.STOPPING, self._now + self.rules.stop_s
+        self.view.goodput.enter("end", self.view.now_s)
         self._see("stopping", "all nodes are told to stop")
         self.view.turn("stopping", "" if cause is None else failures.summary(cause))
         self.view.enter("stopping", launch.running & self._here)
         about = (launch.number, launch.generation, failures.reason(cause), failures.teller(cause))
-        for question in self._questions.values():  # a command has nothing to stop any more
-            if question.what == "stop":
-                question.found.clear()
-        if saves:
-            self._question(PREEMPTED, "stop", launch.running)
         self._broadcast(Stop(*about, launch.policy.preemption_signal if saves else None))
 
     def _decide(self) -> None:
@@ -858,6 +852,7 @@ class Gang:
             count = launch.generation + 1 - launch.uncounted
             launch.again = f"restart {count} of {launch.policy.max_restarts}: {launch.again}"
         self.view.turn("restarting", failures.summary(cause))
+        self.view.goodput.restart()
         self.view.enter("restarting", [each for each in self._able() if launch.takes_part(each)])
         self._remind()
 

@@ -7,13 +7,15 @@ from rank 0's reported steps alone; `docs/metrics.md` defines them. A script tha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..texts import counted, duration
 
 Class = Literal["own_code", "waiting", "start", "progress", "runs", "restarts", "end"]
-_SAID = {"own_code": "the step's own code", "waiting": "waiting for nodes", "start": "start", "end": "ending"}
+_SAID = {
+    "own_code": "the step's own code", "waiting": "waiting for nodes", "start": "start", "runs": "running", "end": "ending"
+}  # fmt: skip
 _LEAST_S = 0.5  # less is not said
 
 
@@ -47,16 +49,18 @@ class Goodput:
         self.seconds[what] = self.seconds.get(what, 0.0) + seconds
 
     def go(self, is_restart: bool, at_s: float) -> None:
-        """Begin a generation; what came before it since the workers were told to end belongs to the restart."""
+        """Begin a generation."""
         self.twice, self.again, self.first = self.twice + self.again, 0, None
         if not is_restart:
             self.best = None
             self.enter("start", at_s)
             return
         self.restarts += 1
-        if self.now == "end":  # each restart follows a stop
-            self.now = "restarts"
         self.enter("restarts", at_s)
+
+    def restart(self) -> None:
+        """Note that a restart follows: what came since the workers were told to end belongs to it."""
+        self.now = "restarts"
 
     def all_run(self, at_s: float) -> None:
         """Note that all workers run."""
@@ -68,6 +72,8 @@ class Goodput:
         if self.now == "restarts" and self.best is not None:
             self.again = max(0, min(step, self.best) - self.first + 1)
         if self.best is not None and step <= self.best:
+            if self.now == "progress":  # they are counted anew, as in each epoch
+                self.best_s = at_s
             return
         self.best, self.best_s = step, at_s
         if self.now in ("start", "restarts"):
@@ -75,8 +81,8 @@ class Goodput:
 
     def until(self, now_s: float) -> dict[str, Any]:
         """Return what is known: seconds by class, their sum, the share of progress, restarts, steps done twice."""
-        closed = Goodput(**{**asdict(self), "seconds": {**self.seconds}})
-        closed.best_s = now_s  # while it runs, another step is in the making
+        # While it runs, another step is in the making.
+        closed = replace(self, seconds={**self.seconds}, best_s=now_s)
         closed.enter("end", now_s)
         progress = closed.seconds.get("progress")
         found: dict[str, Any] = {f"{name}_s": round(each, 3) for name, each in closed.seconds.items() if each > 0}

@@ -39,7 +39,6 @@ class Launch:
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, of which `first` is kept
     fails: bool = False  # whether this generation does, or what it has left can't be stored
     first: Failure | None = None  # the first failure of this generation; its age is as of the clock's zero
-    is_stopped: bool = False  # whether a command has had all ranks of this generation stop
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
     leaving: dict[int, Cause] = field(default_factory=dict)  # nodes that were told to end
     tasks: dict[int, str] = field(default_factory=dict)  # of this generation, by node
@@ -56,7 +55,6 @@ class Launch:
         """Begin a generation: forget the ends and failures of the one before."""
         self.went_at, self.group, self.tasks, self.running, self.starting = now, group, tasks, set(tasks), set(tasks)
         self.generation, self.active_at, self.has_begun, self.until = self.generation + 1, now, False, float("inf")
-        self.is_stopped = False
         self.forget_failures()
         for each in (self.ended, self.stores, self.values):
             each.clear()
@@ -78,6 +76,11 @@ class Launch:
     def takes_part(self, node: int) -> bool:
         """Return whether a node belongs to this generation."""
         return self.group.rank_of(node) is not None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether ranks have stopped because a command said so."""
+        return any(ended.stopped for ended in self.ended.values())
 
     # --- failures ---------------------------------------------------------------------------------
 

@@ -125,6 +125,7 @@ class Ended:
     stores: bool = False  # whether it may have something to store, see `Store`
     alone: bool = False  # whether every worker has computed gradients and had no process group for them
     early: tuple[int, ...] = ()  # of a failed node: ranks that had ended with code 0 before any was told to stop
+    stopped: bool = False  # whether `stopping` has told a rank to stop
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ itself, and before a loss it has the ranks stop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 from ..texts import names
@@ -18,7 +18,7 @@ HANG, PREEMPTED = "hang", "preempted"
 """What the machine asks by itself."""
 LIMITS: dict[What, float] = {"stacks": WORKERS_S + NODES_MARGIN_S, "stop": NODES_MARGIN_S, "profile": PROFILE_S}
 """How long its answers are waited for, in seconds."""
-NO_WORKERS = "has no workers"
+NO_WORKERS, LATE = "has no workers", "has not answered in time"
 
 
 class Question:
@@ -26,17 +26,27 @@ class Question:
 
     def __init__(self, what: What, about: tuple[int, int], nodes: Iterable[int], due_at_s: float) -> None:
         self.what, self.about, self._due_at_s = what, about, due_at_s
-        self.found: dict[int, Any] = dict.fromkeys(nodes)
-        """The answer by node, or a text that says why there is none; None: it has not answered."""
+        self.nodes, self.open = frozenset(nodes), set(nodes)  # who was asked, and who has not answered
+        self.found: dict[int, Any] = {}
+        """The answer by node, or a text that says why there is none."""
 
     def keep(self, node: int, found: Any) -> None:
-        """Keep a node's answer, or why there is none; what comes first counts."""
-        if self.found.get(node, found) is None:
+        """Keep a node's answer; the first one counts."""
+        if node in self.open:
+            self.open.discard(node)
             self.found[node] = found
 
-    def is_over(self, now_s: float) -> bool:
-        """Return whether all nodes have answered, or their time is up."""
-        return None not in self.found.values() or now_s >= self._due_at_s
+    def end(self) -> None:
+        """Wait for no answer any more, and make nothing of those that have come."""
+        self.nodes, self.open, self.found = frozenset(), set(), {}
+
+    def is_over(self, now_s: float, running: Set[int]) -> bool:
+        """Return whether all nodes have answered whose workers still run, or their time is up; note the others."""
+        if now_s < self._due_at_s and not self.open.isdisjoint(running):
+            return False
+        self.found.update(dict.fromkeys(self.open - running, NO_WORKERS))
+        self.open &= running
+        return True
 
     def agreed_call(self, needs_all: bool) -> tuple[int, str]:
         """Return the call of `metaflow_torchrun.stopping` at which all ranks stop; 0, and why, where none does.
@@ -45,20 +55,18 @@ class Question:
         reach: those before it go on until there. `needs_all`: ranks that go on would wait for those that stop.
         """
         told = {node: found for node, found in self.found.items() if not isinstance(found, str)}
-        late = [node for node, call in told.items() if call is None]
-        without = sorted(node for node, call in told.items() if not call)
-        call = max((call or 0 for call in told.values()), default=0)
-        if call and not (needs_all and without):
+        call, without = max(told.values(), default=0), sorted(node for node, each in told.items() if not each)
+        if call and not (needs_all and (without or self.open)):
             return call, ""
-        if not told:
-            return 0, "its workers have ended meanwhile" if self.found else "no worker runs, or they are about to end"
-        if late:
-            return 0, f"{names(sorted(late))} did not answer in time"
-        return 0, f"{names(without)}: not all ranks there have called metaflow_torchrun.stopping()"
+        if self.open:
+            return 0, f"{names(sorted(self.open))} did not answer in time"
+        if without:
+            return 0, f"on {names(without)}, not all ranks have called metaflow_torchrun.stopping()"
+        return 0, "its workers have ended meanwhile" if self.nodes else "no worker runs, or all are about to end"
 
     def profile(self) -> dict[str, Any]:
         """Return where the profile is stored, or why there is none."""
-        if not self.found:
+        if not self.nodes:
             return {"why": "no such rank runs"}
-        (found,) = self.found.values()
-        return found if isinstance(found, dict) else {"why": f"its node {found or 'has not answered in time'}"}
+        found = next(iter(self.found.values()), LATE)
+        return found if isinstance(found, dict) else {"why": f"its node {found}"}

@@ -15,7 +15,7 @@ from ..machine.frames import Found, look_first
 from ..texts import names
 from .collectives import Calls, compare
 from .limits import START_S
-from .questions import NO_WORKERS, Question
+from .questions import LATE, NO_WORKERS, Question
 from .wire import to_plain
 
 _SIGNS = "wrote anything, reported a step, joined a process group or exited"
@@ -52,19 +52,19 @@ class GangStacks:
 
 def gathered(question: Question, num_nodes: int, spares: Collection[int]) -> GangStacks:
     """Return what the nodes have answered, and for the others why they have not."""
-    if not question.found:
+    if not question.nodes:
         return GangStacks()
     nodes: dict[int, NodeStacks] = {}
     missing: dict[int, str] = {}
     calls, silent = list[Calls](), dict[int, str]()
     for node in range(num_nodes):
-        found = question.found.get(node, "waits as a spare" if node in spares else NO_WORKERS)
+        found = question.found.get(node, LATE if node in question.open else NO_WORKERS)
         if isinstance(found, NodeStacks):
             nodes[node] = NodeStacks(found.host, found.ranks)
             calls += found.calls
             silent.update(found.silent)
         else:
-            missing[node] = found or "has not answered in time"
+            missing[node] = "waits as a spare" if node in spares else found
     whole = GangStacks(*question.about, nodes, missing)
     return replace(whole, collectives=compare(calls, silent, whole.ranks))
 

@@ -21,12 +21,13 @@ from ..compat.renamed import check
 from ..gang.view import GangView
 from ..gang.wire import to_plain
 from ..texts import moment, names
+from .asking import answer_of
 from .finding import PAUSE_S, WHICH, CommandFailed, await_gang, command, find, find_one, json_option
 from .outputs_command import outputs
 from .page import Place, page_of
 from .parts import lines_of, printable
 from .profile_command import profile
-from .stacks_command import answer_of, stacks
+from .stacks_command import stacks
 from .stored_gangs import StoredGang, StoredGangs
 from .stored_logs import LogLine, StoredLogs
 
@@ -132,7 +133,7 @@ def _as_data(place: Place, view: GangView | None) -> dict[str, Any]:
     "--node",
     type=int,
     default=None,
-    help="Only what this node and its ranks have written, or nobody names.",
+    help="Only what this node and its ranks have written, and lines that name no node.",
 )
 @click.option(
     "--tail",
@@ -207,11 +208,11 @@ def _page(obj: Any, stored: StoredGangs, place: StoredGang) -> list[str]:
     return [place.title, why, "", place.commands(GangView())]
 
 
-@command("Have all ranks of a running step save and stop at the same step, if their script calls stopping().")
+@command("Have all ranks of a running step stop at the same step, if their script calls stopping(); it saves.")
 def stop(obj: Any, gang: str, attempt: int | None) -> None:
     """End a launch before its time; the run goes on with what it has."""
     stored, found = find_one(obj, gang, attempt)
-    told = answer_of(stored, found, "stop").data
+    told = answer_of(stored, found, "stop", {}).data
     if not told.get("call"):
         raise CommandFailed(f"Nothing was stopped in {found.where}: {told['why']}.")
     click.echo(f"All ranks of {found.where} stop at call {told['call']} of stopping().")

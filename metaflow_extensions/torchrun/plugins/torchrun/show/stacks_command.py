@@ -7,62 +7,21 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 from ..compat.cli import click
-from ..gang.messages import What
 from ..gang.stacks import GangStacks, alike
 from ..gang.wire import from_plain, to_plain
 from ..machine.frames import look_first
-from ..registry import Reply, Request
+from ..registry import Reply
 from ..texts import counted, duration, moment, names
+from .asking import answer_of, ask, last_reply
 from .finding import CommandFailed, command, find_one
 from .parts import printable
-from .stored_gangs import StoredGang, StoredGangs
 
 _WATCH_S = 5.0
-# The control node looks for requests every 2 s (`task/gang_store`), and needs some seconds to answer.
-_PATIENCE_S, _PROFILE_S = 75.0, 330.0
-_NOTHING: dict[str, Any] = {}
-_LOOK_S, _LOOK_ON_DISK_S = 2.0, 0.2
-_SEE_END_S = 10.0  # between checks whether the gang has ended; each costs several requests
-
-
-def ask(stored: StoredGangs, gang: StoredGang, what: What = "stacks", of: dict[str, Any] = _NOTHING) -> Reply | None:
-    """Store a request, and return the first answer to it or to a later one of the same kind; None: the gang is over."""
-    registry = stored.registry(gang)
-    before = registry.load(Reply)
-    registry.save(Request(uuid.uuid4().hex, what, of))
-    look_s = _LOOK_S if stored.storage.kind != "local" else _LOOK_ON_DISK_S
-    began = sees_end_at = time.monotonic()
-    patience_s = _PROFILE_S if what == "profile" else _PATIENCE_S
-    while (now := time.monotonic()) - began < patience_s:
-        if now >= sees_end_at:
-            gang, sees_end_at = stored.again(gang), now + _SEE_END_S
-            if gang.is_over or ((view := stored.view(gang)) is not None and view.is_over):
-                return None
-        time.sleep(look_s)
-        answer = registry.load(Reply)
-        is_new = answer is not None and (before is None or answer.request.id != before.request.id)
-        # What all ranks do, or that they stop, is also another one's answer; the profile of a rank is not.
-        if answer is not None and is_new and answer.request.what == what and answer.request.of == of:
-            return answer
-    raise CommandFailed(
-        f"{gang.where} has not answered within {patience_s:g} s. Its control node answers while current.torch.run "
-        "waits: it may be in code of its own, wait for a machine, or have been killed, or answer another command. To see "
-        f"what is known of it: {stored.program} show {gang.where}."
-    )
-
-
-def answer_of(stored: StoredGangs, gang: StoredGang, what: What, of: dict[str, Any] = _NOTHING) -> Reply:
-    """Return the answer to a request; raise an error if the gang has ended."""
-    if (answer := ask(stored, gang, what, of)) is None:
-        show = f"{stored.program} show {gang.where}"
-        raise CommandFailed(f"{gang.where} has ended, so none of its workers runs. To see how it ended: {show}.")
-    return answer
 
 
 @command("Ask all ranks of a running step what they do now, and print their stacks. Nothing is stopped.")
@@ -72,9 +31,8 @@ def answer_of(stored: StoredGangs, gang: StoredGang, what: What, of: dict[str, A
 def stacks(obj: Any, gang: str, rank: int | None, watch: bool, as_json: bool, attempt: int | None) -> None:
     """Ask, and print the answer; with ``watch`` again and again, until the gang ends."""
     stored, found = find_one(obj, gang, attempt)
-    before = stored.registry(found).load(Reply)  # perhaps to another command
-    before = None if before is None or before.request.what != "stacks" else before
-    answer: Reply | None = answer_of(stored, found, "stacks")
+    before = last_reply(stored.registry(found), "stacks")
+    answer: Reply | None = answer_of(stored, found, "stacks", {})
     with suppress(KeyboardInterrupt):  # this is how a watch ends
         while answer is not None:
             for line in _lines(answer, before, rank, watch, as_json):
@@ -82,7 +40,7 @@ def stacks(obj: Any, gang: str, rank: int | None, watch: bool, as_json: bool, at
             if not watch:
                 return
             time.sleep(_WATCH_S)
-            before, answer = answer, ask(stored, found)
+            before, answer = answer, ask(stored, found, "stacks", {})
         click.echo(f"{found.where} has ended.")
 
 

@@ -19,8 +19,7 @@ from .workers import Workers
 # A page: three numbers of 64 bits, written by the worker, by us, by the worker. `stopping` has the same.
 _CALLS, _ORDER, _WAITS_IN = range(3)
 _WAIT = 2**63
-# A worker that has read its order before we wrote it has written its call by then: processors delay a write by less than
-# a microsecond, Python's next instruction by less than this, even where the worker has lost the CPU.
+# A worker writes its call before it reads its order. So much later we see both, and whether it waits.
 _SETTLE_S = 0.05
 
 
@@ -30,8 +29,6 @@ class CallCounts:
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
         folder = metrics_folder(workers.folder)
-        with suppress(OSError):
-            os.makedirs(folder, exist_ok=True)
         self._pages: dict[int, memoryview] = {}  # by global rank; none where there was no room on the disk
         for local_rank, rank in enumerate(workers.call.ranks):
             path = os.path.join(folder, f"{local_rank}.calls")
@@ -58,7 +55,9 @@ class CallCounts:
             calling = []
         pages = [self._pages[rank] for rank in calling]
         for page in pages:
-            page[_ORDER] = page[_ORDER] or _WAIT
+            if not page[_ORDER]:
+                page[_WAITS_IN] = 0  # of an order before, which stopped nothing
+                page[_ORDER] = _WAIT
         return _last_call(pages)
 
     def stop_at(self, call: int) -> None:
@@ -66,6 +65,10 @@ class CallCounts:
         for page in self._pages.values():
             if page[_ORDER] == _WAIT:
                 page[_ORDER] = call
+
+    def have_stopped(self) -> bool:
+        """Return whether a rank has come to the call at which it stops."""
+        return any(0 < page[_ORDER] <= page[_CALLS] for page in self._pages.values())
 
 
 async def _last_call(pages: list[memoryview]) -> int:

@@ -88,6 +88,7 @@ class Generation:
             failed.callback(shutil.rmtree, folder, ignore_errors=True)
             pipes = os.path.join(folder, "pipes")
             os.mkdir(pipes)
+            os.mkdir(metrics_folder(folder))
             command = agent_command(call, go, folder, pipes)
             self.command = shown_command(command)  # as a user would type it
             env = {**agent_environment(call, go, side.own_address), FOLDER: metrics_folder(folder)}
@@ -140,7 +141,7 @@ class Generation:
     def _asked(self, question: Ask) -> Awaitable[Any]:
         match question.what:
             case "stop":
-                return self._calls.hold(needs_all=True)
+                return self._calls.hold(needs_all=question.id != PREEMPTED)
             case "profile":
                 return profile(self._workers, question.id, **question.of)
         return stacks_of(self._workers, question.id)
@@ -149,9 +150,11 @@ class Generation:
         """Report what is found for a question, when that is known; None: the task reports it."""
 
         async def tell() -> None:
-            with self._guarded("answers"):
-                if (data := await found) is not None:
-                    self._report("answer", {"id": asked, "found": data})
+            data: Any = None
+            with harmless(lambda error: self._report("answer", {"id": asked, "found": f"failed: {error!r}"})):
+                data = await found
+            if data is not None:
+                self._report("answer", {"id": asked, "found": data})
 
         self._answers.begin(tell())
 
@@ -160,13 +163,9 @@ class Generation:
         is_told = stop.teller != CONTROL and self._call.shares_machine
         if self._side.node == CONTROL and stop.because and not is_told:
             self._side.say("stopping", f"{stop.because}; stopping all nodes")
-        if stop.signal is None:
-            self._stop()
-            return
         # Ranks that call `stopping` save at the call that the control node names; the others by the signal.
-        spared = [self._workers.pids[rank] for rank in self._calls.calling()]
-        self._answer(PREEMPTED, self._calls.hold(needs_all=False))
-        self._stop(stop.signal, spared)
+        running = self._workers.running()
+        self._stop(stop.signal, [running[rank] for rank in self._calls.calling() if rank in running])
 
     def _stop(self, first_signal: int | None = None, spared: Collection[int] = ()) -> None:
         """Stop all processes, unless that has begun. The workers alone get `first_signal` before, so that they can save."""
@@ -222,6 +221,7 @@ class Generation:
             call.stores,
             ok and not (call.function and call.function.gathers) and call.world_size > 1 and trained_alone,
             () if ok else self._workers.early,
+            self._calls.have_stopped(),
         )
 
     # --- what is told of it ---------------------------------------------------------------------

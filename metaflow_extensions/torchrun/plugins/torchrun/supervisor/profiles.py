@@ -9,10 +9,10 @@ from contextlib import suppress
 
 from ..gang.wire import Plain
 from ..machine.aside import Aside
-from .torch_server import answer_of
+from .torch_server import request
 from .workers import Workers, worker_folder
 
-_EXPORT_S = 120.0  # for the trace, which the worker makes while it goes on
+_EXPORT_S = 120.0  # for the trace; torch holds the worker's GIL meanwhile
 _PIECE = 1 << 20
 MAX_BYTES = 512 * _PIECE
 _DISK = Aside("torchrun-profile")
@@ -25,11 +25,16 @@ async def profile(workers: Workers, asked: str, rank: int, seconds: float) -> Pl
     if rank in workers.running():
         folder = worker_folder(workers.folder, rank - workers.call.global_rank(0))
         try:
-            why = await _DISK.within(limit_s, lambda: asyncio.run(_fetch(folder, seconds, path, limit_s)))
+            why = await _DISK.within(
+                limit_s, lambda: asyncio.run(asyncio.wait_for(_fetch(folder, seconds, path), limit_s))
+            )
         except (TimeoutError, asyncio.TimeoutError):  # they differ before Python 3.11
             why = f"it has not answered within {limit_s:g} s, or another profile is being made"
         except (FileNotFoundError, ConnectionError) as error:
-            why = f"it can't be asked ({error}): it has no process group, or its PyTorch has no server for it"
+            why = (
+                f"it can't be asked ({error}): it has no process group, its PyTorch has no server for it, or a limit on "
+                "processes leaves no room for one"
+            )
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
     if why:
@@ -40,15 +45,11 @@ async def profile(workers: Workers, asked: str, rank: int, seconds: float) -> Pl
     return None
 
 
-async def _fetch(folder: str, seconds: float, path: str, limit_s: float) -> str:
-    return await asyncio.wait_for(_write(folder, seconds, path), limit_s)
-
-
-async def _write(folder: str, seconds: float, path: str) -> str:
+async def _fetch(folder: str, seconds: float, path: str) -> str:
     """Write the trace to a file; return why there is none."""
-    async with answer_of(folder, f"torchrun_profile?duration={seconds:g}") as (status, body):
+    async with request(folder, f"torchrun_profile?duration={seconds:g}") as (status, body):
         if status != 200:
-            return f"its PyTorch can't: {(await body.read(_PIECE)).decode(errors='replace')[:300] or status}"
+            return f"it can't: {(await body.read(_PIECE)).decode(errors='replace')[:300] or status}"
         size = 0
         with open(path, "wb") as raw, gzip.open(raw, "wb", compresslevel=1) as file:
             while piece := await body.read(_PIECE):

@@ -59,8 +59,6 @@ class ProgressObserver:
         self._new: dict[str, Series] = {}  # of all keys that are kept
         self._told: tuple[int | None, float | None] | None = None  # the place in the last report
         self._read_at = self._told_at = clock()
-        with suppress(OSError):
-            os.makedirs(folder, exist_ok=True)
 
     def poll(self) -> Plain | None:
         """Read the files once a second; return a report for the control node: the first at once, then every 5 s."""

@@ -18,7 +18,7 @@ from ..gang.collectives import Calls, reduced
 from ..machine import processes
 from ..machine.aside import Aside
 from ..machine.cgroup import own_folders
-from .torch_server import answer_of
+from .torch_server import request
 from .workers import Workers, worker_folder
 
 FILE = "process-groups.jsonl"  # also in `worker/process_groups`
@@ -42,7 +42,8 @@ def environment(nproc: int) -> dict[str, str]:
     free = min((int(most) - int(now) for most, now in limits if most.isdigit() and now.isdigit()), default=math.inf)
     own_limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if own_limit != resource.RLIM_INFINITY:  # of all threads of the user; the machine has at least as many
-        free = min(free, own_limit - int(processes.read("/proc/loadavg").split()[3].partition("/")[2]))
+        threads_now = processes.read("/proc/loadavg").partition("/")[2].partition(" ")[0]
+        free = min(free, own_limit - int(threads_now)) if threads_now else 0
     threads = nproc * (max(8, os.sysconf("SC_NPROCESSORS_ONLN")) + 1)
     return {"TORCHRUN_RECORDERS": "1" if free >= _ROOM * threads else "0"}
 
@@ -86,7 +87,7 @@ async def _told(folder: str) -> tuple[dict[str, Any] | None, list[Any]]:
 
 async def _dump(folder: str, handler: str) -> Any:
     """Return what a recorder holds; None where there is none, or too much."""
-    async with answer_of(folder, handler) as (status, body):
+    async with request(folder, handler) as (status, body):
         try:
             await body.readexactly(_MAX_BYTES)
         except asyncio.IncompleteReadError as all_of_it:

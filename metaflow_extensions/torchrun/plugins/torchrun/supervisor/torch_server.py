@@ -11,7 +11,7 @@ SOCKET = "recorders"  # also in `worker/process_groups`
 
 
 @asynccontextmanager
-async def answer_of(folder: str, handler: str) -> AsyncIterator[tuple[int, asyncio.StreamReader]]:
+async def request(folder: str, handler: str) -> AsyncIterator[tuple[int, asyncio.StreamReader]]:
     """Ask the worker with this folder; give the status of its answer, and what reads the rest.
 
     Raises

@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import GangError, TorchrunPreempted
 from ..gang.messages import CONTROL
 from ..gang.view import GangView, NodeView, Presence, Word, told_by_others
-from ..registry import Registry, Reply, Request
+from ..registry import Registry, Replies, Reply, Request, Requests
 from .cards import Cards
 from .link import NEVER
 from .member import Member
@@ -44,8 +44,9 @@ class GangStore:
         self._asked: int | None = None  # a question about news
         self._due_at = 0.0
         self._look_at = 0.0 if registry is not None else NEVER
-        self._request: Request | None = None  # the last one that was looked at
-        self._answer: int | None = None  # the question for its answer
+        self._requests: dict[str, Request] = {}  # the last one of each kind that was looked at
+        self._answers: dict[str, int] = {}  # by kind, the questions for their answers
+        self._replies: dict[str, Reply] = {}
         cards.shown = self.present
         member.meanwhile, member.store_now = self._go_on, self.store_now
 
@@ -91,7 +92,7 @@ class GangStore:
                 self._see_news(link.pop_answer(self._asked))
         elif now >= self._due_at:
             self._asked = link.ask("news", self._changes)
-        elif now >= self._look_at or (self._answer is not None and link.has_answer(self._answer)):
+        elif now >= self._look_at or any(map(link.has_answer, self._answers.values())):
             self._look_at = now + _LOOK_S
             self._begin(self._serve)
 
@@ -114,16 +115,16 @@ class GangStore:
             self._member.job = Transfer(lambda _: do(), self._member.link.wake, _PATIENCE_S)
 
     def _serve(self) -> None:
-        """Store the answer to a command, if it has come, and hand the gang what another one asks; in the job's thread."""
+        """Store the answers to commands that have come, and hand the gang what others ask; in the job's thread."""
         link, registry = self._member.link, self._registry
         assert registry is not None
-        if self._answer is not None and link.has_answer(self._answer):
-            number, self._answer = self._answer, None
-            if (data := link.pop_answer(number)) is not None and self._request is not None:
-                registry.save(Reply(self._request, time.time(), data))
-        request = registry.load(Request) if self._answer is None else None  # one at a time, or the first had no answer
-        if request is not None and request != self._request:
-            self._request, self._answer = request, link.ask("request", request.id, request.what, request.of)
+        for what in [what for what, number in self._answers.items() if link.has_answer(number)]:
+            if (data := link.pop_answer(self._answers.pop(what))) is not None:
+                self._replies[what] = Reply(self._requests[what], time.time(), data)
+                registry.save(Replies(self._replies))
+        for what, request in (registry.load(Requests) or Requests()).last.items():
+            if what not in self._answers and request != self._requests.get(what):
+                self._requests[what], self._answers[what] = request, link.ask("request", request.id, what, request.of)
 
     def store_now(self) -> None:
         """Store what is known now, within some seconds, or until this node must end."""

@@ -49,8 +49,10 @@ def _serve(folder: str) -> None:
     if not {"fr_trace_json", "dump_nccl_trace_json"} & set(_get_handler_names()):
         return
     # It logs a line at its start, and more if it is freed, so it never is.
-    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
-    level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    level = ctypes.c_int()
+    with suppress(OSError, ValueError):  # a torch that was built with another logger
+        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
+        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
     parent, before = os.open(folder, os.O_PATH | os.O_CLOEXEC), level.value
     try:
         level.value = 2  # errors
@@ -68,8 +70,11 @@ def _serve(folder: str) -> None:
 def _profile(request: Any, response: Any) -> None:
     """Answer with what torch's own handler makes (torch 2.13 and 2.14); imported only now, with torch's profiler."""
     try:
+        import torch
         from torch.distributed.debug import _handlers
 
+        if torch.autograd.profiler._is_profiler_enabled:  # torch 2.13: two at a time crash
+            raise RuntimeError("the script itself uses torch.profiler now")
         _handlers._torch_profile(request, response)
     except Exception as error:
         response.set_status(501)

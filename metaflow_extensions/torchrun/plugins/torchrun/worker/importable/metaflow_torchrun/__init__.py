@@ -97,14 +97,15 @@ def stopping() -> bool:
     Call it once in each step, on every rank. It costs less than a microsecond and needs no collective. When the gang is
     told to end, as before a spot loss, or by ``python flow.py torchrun stop``, all ranks get True at the same call: the
     first one that all can still reach. A rank that has called it once gets no preemption signal. What is not over
-    within ``grace_s`` seconds after a preemption is killed. Outside of a launch of `@torchrun`, and in a process that a
-    worker has forked, it is False.
+    within ``grace_s`` seconds after a preemption is killed; after the command there is no limit. Outside of a launch of
+    `@torchrun`, and in a process that a worker has forked, it is False.
 
     Examples
     --------
     >>> for step in range(100):
     ...     if stopping():
-    ...         break  # after a checkpoint
+    ...         save(step)
+    ...         break
     """
     if not _pages:
         _pages.append(_open_page())
