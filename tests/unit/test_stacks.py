@@ -16,7 +16,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.questions import HANG
 from metaflow_extensions.torchrun.plugins.torchrun.gang.stacks import GangStacks, NodeStacks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found
-from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry, Replies, Reply, Requests
+from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry, Replies, Reply, Request, Requests
 from metaflow_extensions.torchrun.plugins.torchrun.show import asking, commands, stacks_command
 
 
@@ -105,7 +105,8 @@ def run(tmp_path, monkeypatch):
     registry, clock, seen = Registry(datastore, "1", "train", "2", 0), [0.0], {None}
 
     def run(*options, answers=(), ends=True):
-        given = list(answers)
+        given, of_another = list(answers), Requests({"stop": Request("of another command", {})})
+        registry.save(of_another)
 
         def sleep(seconds):
             clock[0] += seconds
@@ -121,6 +122,7 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setattr(stacks_command, "time", fake)
         obj = SimpleNamespace(flow=SimpleNamespace(name="Flow"), graph=[], flow_datastore=datastore)
         asked = CliRunner().invoke(commands.torchrun, ["stacks", "1/train", *options], obj=obj)
+        assert registry.load(Requests) == of_another, "its own is gone, since nobody waits for it"
         return asked.output.splitlines() if asked.exception is None else str(asked.exception)
 
     return run

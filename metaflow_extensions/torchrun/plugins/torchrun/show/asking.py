@@ -12,9 +12,7 @@ from ..registry import Registry, Replies, Reply, Request, Requests
 from .finding import CommandFailed
 from .stored_gangs import StoredGang, StoredGangs
 
-_MARGIN_S = (
-    60.0  # the control node looks for requests every 2 s (`task/gang_store`), if its disk and datastore are quick
-)
+_MARGIN_S = 60.0  # the control node looks for requests every 2 s (`task/gang_store`), if nothing holds it up
 _LOOK_S, _LOOK_ON_DISK_S = 2.0, 0.2
 _SEE_END_S = 10.0  # between checks whether the gang has ended; each costs several requests
 
