@@ -122,6 +122,13 @@ def test_an_origin_of_any_kind_beats_a_broken_connection(origin):
 # --- the cause itself ------------------------------------------------------------------------------
 
 
+def test_what_a_worker_of_a_dataloader_has_raised_is_told_in_one_line():
+    trace = 'Traceback (most recent call last):\n  File "train.py", line 28, in __getitem__\n    raise KeyError(name)\n'
+    wrapped = f"KeyError: Caught KeyError in DataLoader worker process 0.\nOriginal {trace}KeyError: 'sample 700'\n"
+    cause = replace(ORIGIN, exception=wrapped, place="train.py:28")
+    assert cause.what == "failed at train.py:28 with KeyError: 'sample 700' (in DataLoader worker process 0)"
+
+
 def test_a_cause_is_the_same_again_after_being_plain_data_of_a_bounded_size():
     assert ORIGIN.as_dict()["category"] == "user"
     long = replace(ORIGIN, exception="begin" + "x" * 100_000, detail="y" * 100_000 + "end", advice="z" * 100_000)

@@ -120,7 +120,7 @@ def test_a_control_node_does_not_take_the_place_of_another_and_keeps_what_that_h
     stored = registry.load_view()
     assert (stored.events[:-1], stored.outputs) == (before.events, before.outputs), "all that the first has left"
     assert stored.reports[-1].text == str(here.value)
-    assert (stored.outcome, [node.state for node in stored.nodes]) == ("failed", ["lost", "lost"])
+    assert (stored.outcome, [node.state for node in stored.nodes]) == ("failed", ["lost", "stopped"])
     assert "was deleted or replaced" in stored.why
 
     error = join(registry)

@@ -194,7 +194,7 @@ def test_the_end_of_a_control_node_that_was_killed_is_told_by_others_or_unknown(
     lines = lines_of(page_of(known, OVER))
     assert said in lines[2]
     assert ("These are the last known states." in lines, "4 running" in lines) == (not words, not words)
-    assert words == [] or {"It was evicted.", "4 lost", "   0  gpu-0  4         0-1    lost"} <= {*lines}
+    assert words == [] or {"It was evicted.", "2 lost, 2 stopped", "   0  gpu-0  4         0-1    lost"} <= {*lines}
 
 
 @pytest.mark.parametrize(("seconds", "is_said"), [(300, False), (302, True)])

@@ -147,6 +147,24 @@ def test_an_odd_exception_is_recorded_and_shown_as_without_us(body, work):
     assert (done.returncode, done.stderr) == (plain.returncode, plain.stderr)
 
 
+# Torch's handler of SIGCHLD raises when a worker of a DataLoader is killed, also while an error is recorded.
+RAISED_MEANWHILE = """
+import traceback
+usual = traceback.format_exception
+def interrupted(*arguments):
+    traceback.format_exception = usual
+    raise RuntimeError("DataLoader worker is killed")
+traceback.format_exception = interrupted
+raise ConnectionResetError("the first")
+"""
+
+
+def test_what_a_handler_raises_meanwhile_costs_no_traceback(work):
+    _, record = work(RAISED_MEANWHILE)
+    assert record.exception == "ConnectionResetError: the first"
+    assert 'raise ConnectionResetError("the first")' in record.traceback
+
+
 AGAIN = "import os, sys\nif len(sys.argv) == 1: os.execv(sys.executable, [sys.executable, *sys.argv, 'x'])\n"
 
 

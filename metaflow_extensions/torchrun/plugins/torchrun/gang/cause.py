@@ -85,6 +85,7 @@ CATEGORY_TEXTS = {
 }
 """The classes of causes, each in words."""
 _TELLING = frozenset({"exception", "step", "call", "hang"})  # their details are a traceback, or where the ranks were
+_CAUGHT = re.compile(r": Caught \w+ (in .+)\.\nOriginal Traceback (?s:.+)\n(\S.*)\s*\Z")
 # How a node or a launch ended, for the kinds that are no worker's: what follows its name.
 _WHAT = {
     **dict.fromkeys(("store", "unreachable"), "{}"),
@@ -162,7 +163,10 @@ class Cause:
         if self.kind in _WHAT:
             return _WHAT[self.kind].format(self.exception)
         if self.exception is not None and self.kind != "signal":
-            return f"failed{self.place and f' at {self.place}'} with {self.exception}"
+            # Torch raises what a DataLoader's worker has raised, with its traceback as the message (torch 2.13).
+            wrapped = _CAUGHT.search(self.exception)
+            raised = self.exception if wrapped is None else f"{wrapped[2]} ({wrapped[1]})"
+            return f"failed{self.place and f' at {self.place}'} with {raised}"
         end = describe_exit(self.exit_code) if self.exit_code is not None else "failed"
         return f"{end}; the last line of its stderr: {self.last_line}" if self.last_line else end
 

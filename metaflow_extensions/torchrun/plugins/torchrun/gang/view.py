@@ -255,8 +255,9 @@ def told_by_others(view: GangView | None, words: Iterable[Word]) -> GangView | N
             continue
         view.now_s = max(view.now_s, round(word.time - view.began, 3))
         cause = Cause("lost", 0, view.nodes[0].host, exception=headline).as_dict()
-        # What became of the other nodes after that is not recorded.
-        view.enter("lost", [each for each, node in enumerate(view.nodes) if each == 0 or node.state not in _GONE])
+        view.enter("lost", [0])
+        # The others stop. What became of them after that is not recorded.
+        view.enter("stopped", [each for each, node in enumerate(view.nodes) if each and node.state not in _GONE])
         view.add("lost", f"lost: {headline}", node=0)
         view.turn("failed", headline)
         view.report(word.text, word.error, cause, view.now_s)

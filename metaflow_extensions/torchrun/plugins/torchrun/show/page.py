@@ -132,8 +132,8 @@ def _outcome(shown: _Shown) -> list[Part]:
     most = _MAX_REPORTS if shown.is_short else len(before)
     for report in before[::-1][:most]:  # failures that were not the end of it
         what, _, text = report.text.partition("\n")
-        after = "All workers start again after this." if report.error is None else f"run raised {report.error}."
-        contents = [Sentence(after), *shown.code(text)]
+        after = [Sentence("All workers start again after this.")] if report.error is None else []
+        contents = [*after, *shown.code(text)]
         parts.append(Block(f"After {duration(report.at_s)}: {what}", contents, is_folded=True))
     if len(before) > most:
         parts.append(Sentence(f"{len(before) - most} earlier failures are not shown here."))

@@ -178,13 +178,17 @@ def _advice(name: str) -> str:
 
 
 def _traceback(error: BaseException, trace: "TracebackType | None") -> str:
-    try:
-        import traceback
+    for _ in range(
+        2
+    ):  # a signal's handler may raise meanwhile, as torch's does when a worker of a DataLoader is killed
+        try:
+            import traceback
 
-        parts = traceback.format_exception(type(error), error, trace)
-        return _shortened("".join(_shortened(part, _MAX_CHARS) for part in parts), _MAX_TRACEBACK_CHARS)
-    except BaseException:  # then there is the name
-        return ""
+            parts = traceback.format_exception(type(error), error, trace)
+            return _shortened("".join(_shortened(part, _MAX_CHARS) for part in parts), _MAX_TRACEBACK_CHARS)
+        except BaseException:  # noqa: S112 - then there is the name
+            continue
+    return ""
 
 
 def _shortened(text: str, limit: int) -> str:
