@@ -121,7 +121,7 @@ def test_a_gang_whose_pods_are_all_deleted_runs_once_an_attempt_and_its_record_s
     first = seen.data("--attempt", "0")
     text = seen.show("--attempt", "0")
     assert re.match(r"Failed .*: The control node's pod", text.splitlines()[2]), text
-    assert (first["outcome"], [node["state"] for node in first["nodes"]]) == ("failed", ["lost", "lost"]), text
+    assert (first["outcome"], [node["state"] for node in first["nodes"]]) == ("failed", ["lost", "stopped"]), text
     # What Kubernetes says of a pod comes when it comes, also after the replacement's word.
     kinds = [event["kind"] for event in first["events"] if event["kind"] != "told"]
     joined = [node for event in first["events"] if event["kind"] == "joined" for node in event["nodes"]]
