@@ -26,12 +26,12 @@ class InMetaflow:
         name = "-".join(f"{word}{number}" for word, number in about.items())
         Checkpoint().save(str(part), name=name, metadata={"training": self.training, **about})
 
-    def parts(self) -> Iterator[tuple[dict[str, int], Any]]:
+    def parts(self) -> Iterator[tuple[dict[str, Any], Any]]:
         from metaflow import Checkpoint
 
         for found in Checkpoint().list(full_namespace=True):  # of all runs
             if found["metadata"].get("training") == self.training:
-                run = int(found["pathspec"].split("/")[1])
+                run = found["pathspec"].split("/")[1]
                 yield {"run": run, "attempt": int(found["attempt"]), **found["metadata"]}, found["key"]
 
     def load(self, key: Any, folder: Path) -> None:
@@ -52,11 +52,11 @@ class InFolder:
         shutil.rmtree(self.folder / name, ignore_errors=True)
         os.replace(self.folder / f"{name}.unfinished", self.folder / name)
 
-    def parts(self) -> Iterator[tuple[dict[str, int], Any]]:
+    def parts(self) -> Iterator[tuple[dict[str, Any], Any]]:
         for path in self.folder.glob("*"):
             if path.suffix != ".unfinished":
                 about = dict(word.split("-") for word in path.name.split("."))
-                yield {"run": 0, "attempt": 0, **{word: int(number) for word, number in about.items()}}, path
+                yield {"run": "", "attempt": 0, **{word: int(number) for word, number in about.items()}}, path
 
     def load(self, key: Any, folder: Path) -> None:
         shutil.copytree(key, folder, dirs_exist_ok=True)
@@ -75,7 +75,7 @@ def save_part(store: InMetaflow | InFolder, folder: Path, step: int, part: int =
 
 def find_last(store: InMetaflow | InFolder) -> tuple[int, list[Any]] | None:
     """Return the last complete checkpoint: its number of steps, and the keys of its parts."""
-    found: dict[tuple[int, ...], list[Any]] = defaultdict(list)
+    found: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
     for about, key in store.parts():
         found[about["step"], about["run"], about["attempt"], about["restart"], about["parts"]].append(key)
     whole = [checkpoint for checkpoint, keys in found.items() if len(keys) == checkpoint[-1]]
