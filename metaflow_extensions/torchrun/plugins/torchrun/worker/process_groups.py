@@ -4,13 +4,16 @@
 2 000 collectives; torch's server answers from threads of its own, without the GIL. ``supervisor/recorders.py`` asks.
 """
 
+import atexit
 import ctypes
 import json
 import os
+import time
 from contextlib import suppress
 from typing import Any
 
 FILE, SOCKET = "process-groups.jsonl", "recorders"
+_LAST_S = 0.2
 
 
 class Groups(dict[Any, Any]):
@@ -76,6 +79,9 @@ def _profile(request: Any, response: Any) -> None:
         if torch.autograd.profiler._is_profiler_enabled:  # torch 2.13: two at a time crash
             raise RuntimeError("the script itself uses torch.profiler now")
         _handlers._torch_profile(request, response)
+        # Torch's profiler keeps the group alive. Then gloo's thread may still hold the last collective's tensors at the
+        # interpreter's end, and abort the process (torch 2.13). It lets go of them in a moment.
+        atexit.register(time.sleep, _LAST_S)
     except Exception as error:
         response.set_status(501)
         response.set_content(f"{type(error).__name__}: {error}".encode(), "text/plain")
