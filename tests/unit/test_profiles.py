@@ -1,10 +1,16 @@
 """A profile of one rank: what the gang asks and answers, and what a node finds out of a worker that can't be asked."""
 
 import asyncio
+import atexit
 import gzip
+import runpy
 import socket
+import sys
 import threading
+import time
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -110,6 +116,27 @@ def test_a_worker_without_an_answer_is_told_of(served, why, node, monkeypatch):
     if server is not None:
         server.close()
     assert node.told == []
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_worker_is_profiled_unless_its_script_profiles_itself(is_busy, monkeypatch):
+    """Two at a time crash torch. Afterwards gloo's thread gets a moment at the worker's end."""
+    made, at_exit, told = [], [], {}
+    torch = SimpleNamespace(autograd=SimpleNamespace(profiler=SimpleNamespace(_is_profiler_enabled=is_busy)))
+    debug = SimpleNamespace(_handlers=SimpleNamespace(_torch_profile=lambda *asked: made.append(asked)))
+    for name, module in (("torch", torch), ("torch.distributed", None), ("torch.distributed.debug", debug)):
+        monkeypatch.setitem(sys.modules, name, module)
+    response = SimpleNamespace(
+        set_status=partial(told.__setitem__, "status"), set_content=lambda text, _: told.update(text=text)
+    )
+    worker = runpy.run_path(str(Path(profiles.__file__).parents[1] / "worker" / "process_groups.py"))
+    monkeypatch.setattr(atexit, "register", lambda *what: at_exit.append(what))
+    worker["_profile"]("request", response)
+    assert made == [("request", response)] * (not is_busy)
+    assert at_exit == [(time.sleep, 0.2)] * (not is_busy)
+    assert told == (
+        {"status": 501, "text": b"RuntimeError: the script itself uses torch.profiler now"} if is_busy else {}
+    )
 
 
 def test_a_rank_that_has_ended_is_not_asked(node):

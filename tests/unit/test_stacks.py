@@ -18,6 +18,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.frames import Found
 from metaflow_extensions.torchrun.plugins.torchrun.registry import Registry, Replies, Reply, Request, Requests
 from metaflow_extensions.torchrun.plugins.torchrun.show import asking, commands, stacks_command
+from metaflow_extensions.torchrun.plugins.torchrun.task.cards import Cards
+from metaflow_extensions.torchrun.plugins.torchrun.task.gang_store import GangStore
 
 
 def node_stacks(node, line=1):
@@ -87,6 +89,33 @@ def test_who_asks_when_the_workers_end_hears_that_they_have():
     assert answer_of(story).missing == dict.fromkeys((0, 1), "has no workers")
     say(ask(story), 0, 1)
     assert sorted(answer_of(story).ranks) == [0, 1, 2, 3], "those that have started again"
+
+
+# --- the control node's task -----------------------------------------------------------------------
+
+
+def test_commands_of_several_kinds_are_served_beside_each_other(tmp_path):
+    registry = Registry(FlowDataStore("Flow", storage_impl=LocalStorage, ds_root=str(tmp_path)), "1", "train", "2", 0)
+    asked, found = [], {}
+    link = SimpleNamespace(
+        ask=lambda *about: asked.append(about) or len(asked) - 1, has_answer=found.__contains__, pop_answer=found.pop
+    )
+    store = GangStore(SimpleNamespace(link=link), (), Cards(None), registry)
+    requests = {"profile": Request("a", {"rank": 0}), "stacks": Request("b", {})}
+    registry.save(Requests(requests))
+    store._serve()
+    assert asked == [("request", "a", "profile", {"rank": 0}), ("request", "b", "stacks", {})]
+    found[1] = {"nodes": {}}
+    registry.save(Requests({**requests, "stacks": Request("c", {})}))
+    store._serve()
+    found[0] = {"parts": []}
+    store._serve()
+    assert asked[2:] == [("request", "c", "stacks", {})], "each once"
+    told = registry.load(Replies).last
+    assert {what: (reply.request.id, reply.data) for what, reply in told.items()} == {
+        "stacks": ("b", {"nodes": {}}),
+        "profile": ("a", {"parts": []}),
+    }
 
 
 # --- the command -------------------------------------------------------------------------------------

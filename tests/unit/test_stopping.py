@@ -15,7 +15,7 @@ from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang import messages as say
 from metaflow_extensions.torchrun.plugins.torchrun.gang.limits import NODES_MARGIN_S
-from metaflow_extensions.torchrun.plugins.torchrun.gang.questions import PREEMPTED, Question
+from metaflow_extensions.torchrun.plugins.torchrun.gang.questions import NO_WORKERS, PREEMPTED, Question
 from metaflow_extensions.torchrun.plugins.torchrun.show.words import sentence
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.call import Call
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor.calls import CallCounts
@@ -128,8 +128,14 @@ def test_outside_of_a_launch_it_is_false(tmp_path, monkeypatch):
         (True, {0: 7, 1: 9}, 9, None),
         (True, {0: 7, 1: None}, 0, "node 1 did not answer in time"),
         (True, {0: 7, 1: 0}, 0, "on node 1, not all ranks have called metaflow_torchrun.stopping()"),
-        (True, {0: 7, 1: "failed"}, 7, None),
-        (True, {0: "failed"}, 0, "its workers have ended meanwhile"),
+        (
+            True,
+            {0: 7, 1: "failed: a bug of ours"},
+            0,
+            "on node 1, not all ranks have called metaflow_torchrun.stopping()",
+        ),
+        (True, {0: 7, 1: NO_WORKERS}, 7, None),
+        (True, {0: NO_WORKERS}, 0, "its workers have ended meanwhile"),
         (False, {0: 7, 1: 0}, 7, None),  # all end in any case
         (False, {0: 7, 1: None}, 7, None),
         (False, {0: 0, 1: 0}, 0, "on nodes 0, 1, not all ranks have called metaflow_torchrun.stopping()"),

@@ -54,7 +54,8 @@ class Question:
         The ranks of each node wait in their next call. The last of these calls is the first one that all can still
         reach: those before it go on until there. `needs_all`: ranks that go on would wait for those that stop.
         """
-        told = {node: found for node, found in self.found.items() if not isinstance(found, str)}
+        of_nodes = [(node, found) for node, found in self.found.items() if found != NO_WORKERS]
+        told = {node: 0 if isinstance(found, str) else found for node, found in of_nodes}
         call, without = max(told.values(), default=0), sorted(node for node, each in told.items() if not each)
         if call and not (needs_all and (without or self.open)):
             return call, ""

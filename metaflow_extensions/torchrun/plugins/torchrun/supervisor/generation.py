@@ -150,11 +150,9 @@ class Generation:
         """Report what is found for a question, when that is known; None: the task reports it."""
 
         async def tell() -> None:
-            data: Any = None
             with harmless(lambda error: self._report("answer", {"id": asked, "found": f"failed: {error!r}"})):
-                data = await found
-            if data is not None:
-                self._report("answer", {"id": asked, "found": data})
+                if (data := await found) is not None:
+                    self._report("answer", {"id": asked, "found": data})
 
         self._answers.begin(tell())
 

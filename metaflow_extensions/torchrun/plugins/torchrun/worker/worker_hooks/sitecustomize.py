@@ -178,9 +178,8 @@ def _advice(name: str) -> str:
 
 
 def _traceback(error: BaseException, trace: "TracebackType | None") -> str:
-    for _ in range(
-        2
-    ):  # a signal's handler may raise meanwhile, as torch's does when a worker of a DataLoader is killed
+    # Twice: a signal's handler may raise meanwhile, as torch's does when a worker of a DataLoader is killed.
+    for _ in range(2):
         try:
             import traceback
 
