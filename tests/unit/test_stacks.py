@@ -5,6 +5,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from gang_of import crash
 from gang_views import Story
 from metaflow._vendor.click.testing import CliRunner
 from metaflow.datastore import FlowDataStore
@@ -82,6 +83,16 @@ def test_who_asks_in_a_hang_gets_an_answer_of_its_own():
     for node in (0, 1):
         story.report("answer", node, id=HANG, found=to_plain(node_stacks(node)))
     assert story.ended(codes=(-9, -9)).state.launch.verdict.cause["kind"] == "hang"
+
+
+def test_a_rank_that_fails_while_the_stacks_of_a_hang_are_asked_is_the_cause():
+    story = Story(2).running(policy={"hang_timeout_s": 30.0}).report("hangs", age_s=0.0)
+    story.at(story.now + 31)
+    story.failed(crash(1))
+    for node in (0, 1):
+        story.report("answer", node, id=HANG, found=to_plain(node_stacks(node)))
+    assert story.view.hangs is None
+    assert story.ended(codes=(1, 1)).state.launch.verdict.cause["kind"] == "exception"
 
 
 def test_who_asks_when_the_workers_end_hears_that_they_have():

@@ -157,7 +157,7 @@ def running():
 
 
 def stop(gang, asked="id"):
-    gang.post(gang.state.ask(asked, "stop", {}))
+    gang.post(gang.state.ask(asked, "stop", {"needs_all": True}))
 
 
 def calls(gang, asked, *told):
@@ -196,6 +196,7 @@ def test_before_a_loss_the_ranks_stop_at_one_call():
     stop(gang)
     gang.failed(1, preemption())
     gang.pass_time(1)
+    assert [(ask.id, ask.of["needs_all"]) for ask in gang.got(1, "Ask")] == [("id", True), (PREEMPTED, False)]
     assert gang.state.answers["id"]["why"] == "no worker runs, or all are about to end"
     calls(gang, "id", 9, 9)
     assert gang.got(0, "StopAt") == []

@@ -791,7 +791,7 @@ class Gang:
         # A preempted node has time for its workers to save.
         saves = cause is not None and cause.category == "preempted"
         if saves:
-            self._ask(PREEMPTED, "stop", {})
+            self._ask(PREEMPTED, "stop", {"needs_all": False})
         self.phase, launch.until = Phase.STOPPING, self._now + self.rules.stop_s
         self.view.goodput.enter("end", self.view.now_s)
         self._see("stopping", "all nodes are told to stop")

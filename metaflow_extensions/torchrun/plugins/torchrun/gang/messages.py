@@ -213,7 +213,7 @@ class Ask:
     generation: int
     id: str  # of the question, for the answer
     what: What
-    of: dict[str, Any] = field(default_factory=dict)  # of a profile the rank, and how many seconds
+    of: dict[str, Any] = field(default_factory=dict)  # the arguments of what answers it on the node
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ def _page(obj: Any, stored: StoredGangs, place: StoredGang) -> list[str]:
 def stop(obj: Any, gang: str, attempt: int | None) -> None:
     """End a launch before its time; the run goes on with what it has."""
     stored, found = find_one(obj, gang, attempt)
-    told = answer_of(stored, found, "stop", {}).data
+    told = answer_of(stored, found, "stop", {"needs_all": True}).data
     if not told.get("call"):
         raise CommandFailed(f"Nothing was stopped in {found.where}: {told['why']}.")
     click.echo(f"All ranks of {found.where} stop at call {told['call']} of stopping().")

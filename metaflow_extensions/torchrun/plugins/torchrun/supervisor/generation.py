@@ -15,7 +15,6 @@ from ..compat.renamed import harmless
 from ..events import label
 from ..gang.cause import Cause, Failure, describe_exit, first_failure, signal_name
 from ..gang.messages import CONTROL, Ask, Ended, Failed, Go, Report, Stop, StopAt
-from ..gang.questions import PREEMPTED
 from ..gang.wire import Plain
 from . import recorders
 from .agent import (
@@ -141,7 +140,7 @@ class Generation:
     def _asked(self, question: Ask) -> Awaitable[Any]:
         match question.what:
             case "stop":
-                return self._calls.hold(needs_all=question.id != PREEMPTED)
+                return self._calls.hold(**question.of)
             case "profile":
                 return profile(self._workers, question.id, **question.of)
         return stacks_of(self._workers, question.id)
